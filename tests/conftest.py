@@ -5,8 +5,7 @@ Tests marked `slow` run with RUN_SLOW=1 (`make test-all`). Tests that need what 
 (`CI=true`) missing data is a failure.
 """
 
-from __future__ import annotations
-
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -32,6 +31,9 @@ QUICK = "--xla_cpu_use_fusion_emitters=false"
 SAME = "--xla_cpu_max_isa=AVX2"
 if os.environ.get("RUN_SLOW") != "1" and importlib.metadata.version("jaxlib") == "0.10.2":
     os.environ["XLA_FLAGS"] = f"{QUICK} {SAME} {os.environ.get('XLA_FLAGS', '')}".strip()
+
+# Tracing makes many objects and few cycles: looking for those was a sixth of the time.
+gc.set_threshold(100_000, 20, 50)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared" / "data"
@@ -100,6 +102,11 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish(session):
     # With several workers (pytest -n) the tests are collected there and the closing lines written
     # here.
@@ -131,6 +138,7 @@ def few_programs():
         import jax
 
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """JREG's formulas in float64, written from the paper: displacement, jump rates, the penalty."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -3,8 +3,6 @@
 python tests/mesh_program.py meshes | encoders | five | generation | nucl | nll | fsdp
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
@@ -125,11 +123,11 @@ def worst(one: dict, other: dict) -> float:
 
 
 def some_meshes() -> dict:
-    return compare_meshes(("gemma2", "gpt2"), ((2, 2, 2),))
+    return compare_meshes(("gemma2",), ((2, 2, 2),))
 
 
 @jax.enable_x64(True)
-def compare_meshes(names=("gemma2", "llama"), shapes=MESHES) -> dict:
+def compare_meshes(names=("gemma2", "gpt2", "llama"), shapes=MESHES) -> dict:
     """In float64, where rounding hides nothing (in float32 it is as large as what is allowed)."""
     found = {}
     for name in names:

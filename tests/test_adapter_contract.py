@@ -1,7 +1,5 @@
 """What every adapter must do: the table is of their leaves, and an adapter without fails here."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What CONTRIBUTING.md says a new piece costs: its diffs, applied to a copy of the tree and run."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -10,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 from tiny_models import REPOSITORY, TEXT, save_tiny
-from tiny_runs import flags_of, run_program
+from tiny_runs import flags_of, read_rows, run_program, write_rows
 
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.tree import flatten
@@ -39,22 +37,64 @@ def with_diffs(root, alone: bool):
     return root
 
 
+# Scripts one after another in one process, which imports JAX once.
+SCRIPTS = """
+import json, sys
+sys.path.insert(0, "tests")
+from tiny_models import run_script
+for name, *flags in json.loads(sys.argv[1]):
+    done = run_script(name, *flags)
+    assert done.code == 0, (name, done.out, done.err)
+"""
+HALVES = {"data.path": "train.jsonl", "data.validation_path": "held_out.jsonl"}
+HALVES |= {"seq_len": 16, "batch_size": 8}
+
+
+def run(copy, *commands, program=SCRIPTS) -> None:
+    environment = {"PYTHONPATH": str(copy), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    command = (sys.executable, "-c", program, json.dumps(commands))
+    done = run_program(*command, cwd=copy, **environment)
+    assert done.code == 0, (done.out + done.err)[-4000:]
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    return with_diffs(tmp_path_factory.mktemp("copy"), False)
-
-
-def run(copy, script, *flags) -> None:
-    environment = {"PYTHONPATH": str(copy), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = run_program(sys.executable, f"scripts/{script}.py", *flags, cwd=copy, **environment)
-    assert done.code == 0, done.err
+    """The tree with the diffs in it, after the commands that its tests look at."""
+    copy, rng = with_diffs(tmp_path_factory.mktemp("copy"), False), np.random.default_rng(0)
+    for name, count in (("train", 64), ("held_out", 9)):
+        letters = [list(("nopqrstuvwxyz", "abcdefghijklm")[i % 2]) for i in range(count)]
+        texts = ["".join(rng.choice(each, 12)) for each in letters]
+        rows = [{"text": text, "label": i % 2} for i, text in enumerate(texts)]
+        write_rows(copy / f"{name}.jsonl", rows)
+    rows = [{"riddle": f"what is {i} and one", "solution": str(i + 1)} for i in range(40)]
+    for name, few in (("train", rows), ("validation", rows[:3])):
+        write_rows(copy / f"data/riddles/{name}.jsonl", few)
+    text = {"data.path": "text.txt", "data.validation_path": "text.txt", "losses.l1.weight": 0.5}
+    text |= SMALL | {"data.validation_fraction": 0, "seq_len": 16}
+    solved = {"data.path": "data/riddles/train.jsonl", "data.validation_fraction": 0.1}
+    solved |= SMALL | {"seq_len": 64, "optimizer.learning_rate": 1}
+    asked = {"model": "tiny", "data_root": "data", "tasks": ("riddles",), "max_new_tokens": 2}
+    topics = {"steps": 60, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0}
+    topics |= HALVES | {"tensorboard": "false"}
+    halves = {"model": "tiny", "text": "text.txt", "window": 16, "max_windows": 1}
+    largest = ("--config.model=tiny", "--config.criterion=largest")
+    run(
+        copy,
+        ("train", *flags_of("configs/nucl_finetune.py:tiny,text,l1", "run", **text)),
+        ("train", *flags_of("configs/nucl_finetune.py:tiny,riddles,gain", "solved", **solved)),
+        ("evaluate", *flags_of("configs/answers.py", "answers", **asked)),
+        ("train", *flags_of("configs/topics.py:tiny", "topics", **topics)),
+        ("compress", "--config.model=topics/model", "--workdir=thin"),
+        ("evaluate", *flags_of("configs/topics.py:thin/model", "scored", **HALVES)),
+        ("compress", *largest, "--workdir=pruned"),
+        ("sweep", *flags_of("configs/prune_table.py", "halves", **halves), "--sweep=halves"),
+        ("report", "--paper=nucl", "halves", "--out=tables"),
+    )
+    return copy
 
 
 def test_a_loss_and_a_probe(copy):
-    own = {"data.path": "text.txt", "data.validation_path": "text.txt", "losses.l1.weight": 0.5}
-    own |= SMALL | {"data.validation_fraction": 0, "seq_len": 16}
-    run(copy, "train", *flags_of("configs/nucl_finetune.py:tiny,text,l1", "run", **own))
-    rows = [json.loads(line) for line in (copy / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(copy / "run" / "metrics.jsonl")
     trained = next(row for row in rows if "train/l1" in row)
     assert 0.1 < trained["train/l1"] < 0.3, "a normal deviation of 0.25 has the mean 0.2"
     parts = trained["train/nll"] + trained["train/nucl"] + 0.5 * trained["train/l1"]
@@ -65,14 +105,6 @@ def test_a_loss_and_a_probe(copy):
 
 def test_a_task(copy):
     """The new task trains, and its questions are answered and scored."""
-    rows = [{"riddle": f"what is {i} and one", "solution": str(i + 1)} for i in range(40)]
-    (copy / "data" / "riddles").mkdir(parents=True)
-    for name in ("train", "validation"):
-        lines = [json.dumps(row) for row in rows[: 40 if name == "train" else 3]]
-        (copy / "data" / "riddles" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    own = {"data.path": "data/riddles/train.jsonl", "data.validation_fraction": 0.1, "seq_len": 64}
-    own |= SMALL | {"optimizer.learning_rate": 1}
-    run(copy, "train", *flags_of("configs/nucl_finetune.py:tiny,riddles,gain", "solved", **own))
     # (Without its structure: nobody outside of the copy knows the adapter.)
     shutil.rmtree(copy / "solved" / "model" / "structure")
     told = json.loads((copy / "solved" / "model" / "config.json").read_text())
@@ -84,8 +116,6 @@ def test_a_task(copy):
     np.testing.assert_allclose(gains, np.broadcast_to(gains[:, :1], gains.shape), rtol=1e-4)
     assert np.ptp(gains) > 0.01
     np.testing.assert_array_equal(after[attention], before[attention])
-    own = {"model": "tiny", "data_root": "data", "tasks": ("riddles",), "max_new_tokens": 2}
-    run(copy, "evaluate", *flags_of("configs/answers.py", "answers", **own))
     scored = json.loads((copy / "answers" / "results.json").read_text())["tasks"]["riddles"]
     assert scored["n"] == 3 and scored["accuracy"] == 0
 
@@ -114,28 +144,12 @@ def test_everything_else_is_as_it_was(copy):
 
 def test_an_objective_and_a_head(copy):
     """Texts of the alphabet's two halves are told apart; the head is pruned with its model."""
-    rng = np.random.default_rng(0)
-    for name, count in (("train", 64), ("held_out", 9)):
-        rows = []
-        for i in range(count):
-            letters = "abcdefghijklm" if i % 2 else "nopqrstuvwxyz"
-            rows.append({"text": "".join(rng.choice(list(letters), 12)), "label": i % 2})
-        lines = [json.dumps(row) for row in rows]
-        (copy / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    task = {"data.path": "train.jsonl", "data.validation_path": "held_out.jsonl"}
-    task |= {"seq_len": 16, "batch_size": 8}
-    own = {"steps": 60, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0}
-    own |= task | {"tensorboard": "false"}
-    run(copy, "train", *flags_of("configs/topics.py:tiny", "topics", **own))
     final = json.loads((copy / "topics" / "results.json").read_text())["final"]
     assert final["validation/accuracy"] == 1.0 and final["validation/classification"] < 0.3
-    run(copy, "compress", "--config.model=topics/model", "--workdir=thin")
-    run(copy, "evaluate", *flags_of("configs/topics.py:thin/model", "scored", **task))
     assert json.loads((copy / "scored" / "results.json").read_text())["validation/accuracy"] > 0.5
 
 
 def test_a_criterion(copy):
-    run(copy, "compress", "--config.model=tiny", "--config.criterion=largest", "--workdir=pruned")
     results = json.loads((copy / "pruned" / "results.json").read_text())
     assert [len(layer) for layer in results["removed"]] == [6, 6, 6, 6]
 
@@ -180,14 +194,10 @@ for options in ({}, {"export": "native"}):
 
 def test_a_leaf(copy):
     """One declaration: it is drawn, trained, cut, counted and pruned around; export names it."""
-    done = run_program(sys.executable, "-c", LEAF, cwd=copy, PYTHONPATH=str(copy))
-    assert done.code == 0, done.err
+    run(copy, program=LEAF)
 
 
 def test_a_table(copy):
-    own = {"model": "tiny", "text": "text.txt", "window": 16, "max_windows": 1}
-    run(copy, "sweep", *flags_of("configs/prune_table.py", "halves", **own), "--sweep=halves")
-    run(copy, "report", "--paper=nucl", "halves", "--out=tables")
     rows = (copy / "tables" / "what_remains.csv").read_text().splitlines()
     assert "Entropy-based" in rows[0] and len(rows) > 1
 
@@ -223,7 +233,6 @@ np.testing.assert_allclose(weaker(ids), logits(), atol=1e-4)
 
 def test_a_family_and_a_surgery(tmp_path, torch):
     root = with_diffs(tmp_path / "copy", True)
-    done = run_program(sys.executable, "-c", TWO, cwd=root, PYTHONPATH=str(root))
-    assert done.code == 0, done.err
-    run(root, "compress", "--config=weaken", "--config.model=tiny", "--workdir=run")
+    command = ("compress", "--config=weaken", "--config.model=tiny", "--workdir=run")
+    run(root, command, program=TWO + SCRIPTS)
     assert json.loads((root / "run/results.json").read_text())["factor"] == 0.5

@@ -1,7 +1,5 @@
 """The house rules that a machine can check: arrows point one way, files stay short."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

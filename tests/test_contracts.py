@@ -5,8 +5,6 @@ an example (a term's arguments) fail here until the tables below have one. Adapt
 test_adapter_contract.py.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil
@@ -24,7 +22,6 @@ from tiny_models import (
     batch_of,
     config_of,
     random_params,
-    run_script,
     tiny_of,
 )
 
@@ -48,7 +45,6 @@ from ffn_heterogeneity.tree import flatten
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
-SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
 LLAMA, GEMMA2 = tiny_of("llama", layers=3), tiny_of("gemma2", layers=4)
 BERT = tiny_of("bert", layers=3)
 
@@ -117,15 +113,6 @@ def test_every_key_can_be_set_on_the_command_line(name):
         assert after[key] in ((1, 1.0, "1") if value is None else (value,)), key
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_examples_of_a_script_use_keys_it_has(name):
-    shown = run_script(name, "--help").out
-    example, _, listed = shown.partition("Flags:")
-    assert "Example:" in example
-    for flag in re.findall(r"--([\w.]+)", example):
-        assert re.search(rf"--{re.escape(flag)}\b", listed), flag
-
-
 # ---- families and presets
 
 
@@ -189,7 +176,7 @@ def test_probes_are_found_and_distinct():
 
 
 @pytest.mark.parametrize("name", PROBES)
-@pytest.mark.parametrize("config", [LLAMA, GEMMA2, BERT], ids=["llama", "gemma2", "bert"])
+@pytest.mark.parametrize("config", [GEMMA2, BERT], ids=["gemma2", "bert"])
 def test_probe(name, config):
     probe = PROBES[name]
     assert probe.name and probe.needs <= NEEDS
@@ -250,7 +237,8 @@ SETTINGS = {
         {"variant": "ent", "targets": ("ffn_in_linear",), "axis": "outputs", "layers": [1]},
     ],
 }
-CALLS = [(name, settings) for name in TERMS for settings in ({}, *SETTINGS.get(name, ()))]
+CALLS = [(name, {}, "gemma2") for name in TERMS]
+CALLS += [(name, own, "llama") for name in TERMS for own in ({}, *SETTINGS.get(name, ()))]
 
 
 def evaluate_term(term, config, params, batch) -> TermValue:
@@ -287,9 +275,9 @@ def params_of(name, config, seed=0):
     return params
 
 
-@pytest.mark.parametrize("config", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
-@pytest.mark.parametrize(("name", "settings"), CALLS, ids=str)
-def test_term(name, settings, config):
+@pytest.mark.parametrize(("name", "settings", "family"), CALLS, ids=str)
+def test_term(name, settings, family):
+    config = {"llama": LLAMA, "gemma2": GEMMA2}[family]
     term = TERMS[name](TermContext("its_name", "its.weight", config), **settings)
     assert isinstance(term, LossTerm) and (term.name, term.weight) == ("its_name", "its.weight")
     batch, params = batch_of(config.vocab_size), params_of(name, config)

@@ -1,7 +1,5 @@
 """Mistakes of those who add a piece: one line says what it must return, and where it stands."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

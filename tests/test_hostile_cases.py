@@ -5,8 +5,6 @@ Each is read, or refused in one line that names the file; within 1 GB and 20 s. 
 cases runs always, the same each time; all of them with RUN_SLOW=1.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """docs/python.md runs, line by line; the public face is light, typed and whole."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys
@@ -10,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, random_params, save_tiny, structured
-from tiny_runs import run_program
+from tiny_runs import refused, run_program
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.models.stack import unstack
@@ -62,13 +60,12 @@ def test_a_models_table(tmp_path):
 
 
 def test_import_is_light():
-    """Less than 0.3 s after `import jax`, the best of three."""
+    """Less than 0.3 s after `import jax`, in one of three tries."""
     code = (
         "import jax, time; start = time.perf_counter(); import ffn_heterogeneity; "
         "print(time.perf_counter() - start)"
     )
-    runs = [run_program(sys.executable, "-c", code) for _ in range(3)]
-    assert min(float(run.out) for run in runs) < 0.3
+    assert any(float(run_program(sys.executable, "-c", code).out) < 0.3 for _ in range(3))
 
 
 def test_the_face_is_whole(tmp_path):
@@ -81,8 +78,7 @@ def test_the_face_is_whole(tmp_path):
     assert (REPOSITORY / "ffn_heterogeneity" / "py.typed").exists()
     silent = fh.io.load.Model(LLAMA, random_params(LLAMA), None, "here")
     for use in (fh.generate, fh.perplexity):
-        with pytest.raises(ValueError, match="here has no tokenizer"):
-            use(silent, "text")
+        refused("here has no tokenizer", use, silent, "text")
 
 
 def test_chat_and_several_prompts(tmp_path):
@@ -116,8 +112,7 @@ def test_verbs_are_the_surgeries(tmp_path):
     whole = unstack(made["lora"].params)["layers"][2]["ffn"]
     jax.tree.map(np.testing.assert_array_equal, own, whole)
     for layer in (-1, 4, "down"):
-        with pytest.raises(ValueError, match=f"layer={layer!r}: the model has layers 0 to 3"):
-            fh.ffn(model, layer)
+        refused(f"layer={layer!r}: the model has layers 0 to 3", fh.ffn, model, layer)
     plain, _ = fh.fold(made["lora"])
     assert not [path for path in flatten(plain.params) if "lora" in path]
 
@@ -129,10 +124,8 @@ def test_a_model_with_its_report_is_told_from_a_model(tmp_path):
     uses |= {fh.perplexity: (TEXT,), fh.save_model: (tmp_path / "x",)}
     uses |= {fh.hidden_states: (["a"],), fh.classify: (["a"],), fh.ffn: (0,)}
     for use, arguments in uses.items():
-        with pytest.raises(ValueError, match="take the first of the two"):
-            use(pair, *arguments)
-        with pytest.raises(ValueError, match="fh.load_model reads one"):
-            use("smollm2", *arguments)
+        refused("take the first of the two", use, pair, *arguments)
+        refused("fh.load_model reads one", use, "smollm2", *arguments)
 
 
 def test_analyze_is_the_command(tmp_path):
@@ -145,23 +138,8 @@ def test_analyze_is_the_command(tmp_path):
     smaller, _ = fh.prune(model, ratio=0.5)
     wanted = fh.losses.nucl.layer_statistics(smaller.params)[0]["gini"]
     assert fh.analyze(smaller, "connectivity")["layers"][0]["gini"] == pytest.approx(wanted)
-    with pytest.raises(ValueError, match="analysis"):
-        fh.analyze(model, "massiv")
-    with pytest.raises(ValueError, match="unknown key 'lyer'"):
-        fh.analyze(model, "massive", lyer=1)
-
-
-def test_fit_trains(tmp_path):
-    path = save_tiny(tmp_path / "model")
-    (tmp_path / "text.txt").write_text(TEXT * 3)
-    text = str(tmp_path / "text.txt")
-    own = {"data__path": text, "data__validation_path": text, "data__validation_fraction": 0.0}
-    own |= {"steps": 2, "batch_size": 2, "seq_len": 16, "eval__max_batches": 1}
-    config = f"nucl_finetune:{path},text"
-    model, found = fh.fit(config, tmp_path / "run", tensorboard=False, **own)
-    assert found["steps"] == 2
-    before = flatten(fh.load_model(path).params)
-    assert any(not np.array_equal(x, before[name]) for name, x in flatten(model.params).items())
+    refused("analysis", fh.analyze, model, "massiv")
+    refused("unknown key 'lyer'", fh.analyze, model, "massive", lyer=1)
 
 
 def test_the_guesses_of_the_page(tmp_path):
@@ -188,15 +166,26 @@ def test_guesses_are_answered_by_the_right_name():
     """Every name that is told exists; a method that others have is a function here."""
     assert set(fh.GUESSES).isdisjoint(dir(fh))
     for name, told in fh.GUESSES.items():
-        with pytest.raises(AttributeError, match=re.escape(f"that is {told}")):
-            getattr(fh, name)
+        refused(re.escape(f"that is {told}"), getattr, fh, name, error=AttributeError)
         for word in re.findall(r"fh\.(\w+)", told):
             assert hasattr(fh, word)
     model = fh.io.load.Model(LLAMA, random_params(LLAMA), None, "here")
     for name, told in (("generate", "fh.generate"), ("save_pretrained", "fh.save_model")):
-        with pytest.raises(AttributeError, match=f"functions take the model: {told}"):
-            getattr(model, name)
+        refused(f"functions take the model: {told}", getattr, model, name, error=AttributeError)
     with pytest.raises(AttributeError, match="a Model has no 'x'$"):
         model.x  # noqa: B018
     copied = pickle.loads(pickle.dumps(model))
     assert copied.source == "here" and copied.config == LLAMA
+
+
+def test_fit_trains(tmp_path):
+    path = save_tiny(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT * 3)
+    text = str(tmp_path / "text.txt")
+    own = {"data__path": text, "data__validation_path": text, "data__validation_fraction": 0.0}
+    own |= {"steps": 2, "batch_size": 2, "seq_len": 16, "eval__max_batches": 1}
+    config = f"nucl_finetune:{path},text"
+    model, found = fh.fit(config, tmp_path / "run", tensorboard=False, **own)
+    assert found["steps"] == 2
+    before = flatten(fh.load_model(path).params)
+    assert any(not np.array_equal(x, before[name]) for name, x in flatten(model.params).items())

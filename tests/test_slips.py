@@ -1,13 +1,12 @@
 """Slips in Python: a setting that is not there is refused, and the one that was meant is named."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re
 
 import pytest
 from tiny_models import LLAMA, config_of, random_params
+from tiny_runs import refused
 
 from configs.parts.adapters import PARTS
 from configs.parts.losses import LOSSES
@@ -38,8 +37,7 @@ EVERYTHING = ",".join(["model,text", *PARTS, *(set(LOSSES) - {"nll", "nucl"})])
 def test_a_surgery_refuses_a_slip(name, typed, meant):
     """Before it looks at the model."""
     for call in (lambda given: SURGERIES[name].function(None, given), SURGERIES[name].check):
-        with pytest.raises(ValueError, match=f"unknown setting '{typed}', did you mean '{meant}'"):
-            call({typed: 1})
+        refused(f"unknown setting '{typed}', did you mean '{meant}'", call, {typed: 1})
 
 
 @pytest.mark.parametrize("name", SURGERIES)
@@ -59,8 +57,7 @@ def test_settings_are_read_from_a_config_that_has_more():
     assert (settings.window, settings.batch_size) == (7, 4)
     assert (settings.revision, settings.compute_dtype) == (None, "auto")
     del config["bos"]
-    with pytest.raises(KeyError, match="bos"):
-        settings_from(TextSettings, config)
+    refused("bos", settings_from, TextSettings, config, error=KeyError)
 
 
 def test_a_removal_without_a_word():
@@ -99,8 +96,7 @@ def test_monitors_adapters_criteria_and_fold_refuse_a_slip():
         (lambda: SURGERIES["prune"].check({"criterion": "entrpy"}), "did you mean 'entropy'"),
         (lambda: SURGERIES["fold"].function(None, {"layers": "top"}), "Known: none"),
     ):
-        with pytest.raises(ValueError, match=f"unknown .*{message}"):
-            call()
+        refused(f"unknown .*{message}", call)
 
 
 @pytest.mark.parametrize(("name", "given", "message"), [
@@ -116,5 +112,4 @@ def test_monitors_adapters_criteria_and_fold_refuse_a_slip():
     ("scores", {"targets": "ffn/("}, "targets='ffn/('"),
 ])  # fmt: skip
 def test_a_value_of_another_kind_is_refused(name, given, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SURGERIES[name].check(given)
+    refused(re.escape(message), SURGERIES[name].check, given)

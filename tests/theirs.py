@@ -3,8 +3,6 @@
 python theirs.py logits|rows DIRECTORY...    prints {directory: ...} as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

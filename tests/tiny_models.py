@@ -1,7 +1,5 @@
 """Tiny models in directories, configs by name, and scripts run inside this process."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -284,8 +282,11 @@ def mask_neurons(params, removed):
     return {**params, "layers": layers}
 
 
-def stopped_and_resumed(config, workdir, monkeypatch):
-    """The run again, broken off before its fourth step; the same numbers, bit for bit."""
+def stopped_and_resumed(config, workdir, monkeypatch, together):
+    """The run again, broken off before its fourth step; the same numbers, bit for bit.
+
+    `together`: the `Shared` of the first run, so that its programs are not compiled again.
+    """
     import pytest
 
     from ffn_heterogeneity.io.load import load_model
@@ -303,8 +304,8 @@ def stopped_and_resumed(config, workdir, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(TrainLoop, "_train_one", breaks)
-        training.run(config, workdir / "again")
-    training.run(config, workdir / "again")
+        training.run(config, workdir / "again", together)
+    training.run(config, workdir / "again", together)
     one, other = (read_metrics(workdir / name / "metrics.jsonl") for name in ("run", "again"))
     for rows in (one, other):
         for row in rows:

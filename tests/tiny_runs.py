@@ -1,7 +1,5 @@
 """Small runs and their files: settings, flags, rows, programs, and calls that are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

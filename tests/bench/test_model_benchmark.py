@@ -1,7 +1,5 @@
 """The calls that are timed compute what the peer's do; rounds are kept and gone on with."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

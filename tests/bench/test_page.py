@@ -1,7 +1,5 @@
 """The page of benchmarks: a section a question, a row a run, every number as a file has it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -9,6 +7,7 @@ import shutil
 import pytest
 from ml_collections import ConfigDict
 from tiny_models import REPOSITORY
+from tiny_runs import refused
 
 from ffn_heterogeneity.bench import run
 from ffn_heterogeneity.bench.page import write_page
@@ -84,14 +83,12 @@ def test_a_new_benchmark_brings_its_question(tmp_path):
 def test_other_files_are_refused_by_name(tmp_path, values, message):
     path = tmp_path / "results.json"
     write_json(path, values)
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))} {message}"):
-        write_page([str(path)], tmp_path)
+    refused(f"{re.escape(str(path))} {message}", write_page, [str(path)], tmp_path)
     assert not (tmp_path / "benchmarks.md").exists()
 
 
 def test_no_files_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="--benchmarks needs the results.json"):
-        write_page([], tmp_path)
+    refused("--benchmarks needs the results.json", write_page, [], tmp_path)
 
 
 def test_results_keep_the_questions(tmp_path, monkeypatch):

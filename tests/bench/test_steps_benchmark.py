@@ -21,11 +21,18 @@ def run(monkeypatch, *specs, **keys):
     return steps.benchmark_steps(config, load_config), len(made)
 
 
-def test_steps_of_one_model_share_a_state_and_count_the_same_work(monkeypatch):
+@pytest.fixture(scope="module")
+def found():
+    """(what three steps gave, of how many states)."""
+    with pytest.MonkeyPatch.context() as patch:
+        return run(patch, *SPECS, BASE + "batch_size=8")
+
+
+def test_steps_of_one_model_share_a_state_and_count_the_same_work(found):
     """6 FLOPs per weight of a product and token, the tied head's included, and causal attention's
     two products three times; rematerialization is not counted."""
-    found, states = run(monkeypatch, *SPECS)
-    four, two = found["programs"].values()
+    found, states = found
+    four, two, _ = found["programs"].values()
     assert states == 1 and four["tokens"] == 2 * two["tokens"] == 128
     weights = 6 * (4 * 128**2 + 3 * 128 * 344) + 128 * 64
     attention = 3 * 6 * 2 * 2 * (32 * 33 / 2) * 128
@@ -36,9 +43,8 @@ def test_steps_of_one_model_share_a_state_and_count_the_same_work(monkeypatch):
     assert [row[0] for row in found["tables"][-1]["rows"]] == [*found["programs"]]
 
 
-def test_steps_that_do_not_fit_or_come_too_late_are_named(monkeypatch):
-    found, _ = run(monkeypatch, *SPECS, BASE + "batch_size=8")
-    large = max(one["bytes"] for one in found["programs"].values())
+def test_steps_that_do_not_fit_or_come_too_late_are_named(found, monkeypatch):
+    large = max(one["bytes"] for one in found[0]["programs"].values())
     monkeypatch.setattr(steps, "memory_of", lambda devices: large - 1)
     with pytest.raises(ValueError, match=r"fewer than two steps.*batch_size=8.*needs 0\.0 of 0\.0"):
         run(monkeypatch, SPECS[1], BASE + "batch_size=8")

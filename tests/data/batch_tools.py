@@ -1,7 +1,5 @@
 """Batches: the same ones, a few of them, what stands in them, and going on with them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

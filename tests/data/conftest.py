@@ -1,7 +1,5 @@
 """Tokenizers for the data tests: a trained byte-level BPE, and one id per character; a corpus."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Small corpora and what their shards must hold."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pipeline: order, resume, held-out data, refusals (processes: test_process_rows.py)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -9,8 +7,9 @@ import threading
 
 import pytest
 from batch_tools import check_resumes, same, take, texts_of
+from tiny_runs import refused
 
-from ffn_heterogeneity.data.pipeline import DataConfig, make_pipeline, split_records
+from ffn_heterogeneity.data.pipeline import make_pipeline, split_records
 from ffn_heterogeneity.data.sources import DataError, open_source
 
 
@@ -116,8 +115,7 @@ def test_other_data_tokenizer_or_version_is_refused(write, characters, bpe):
         make_pipeline(config, bpe, 1, 8, 0).train_iterator().set_state(state)
     write("a.txt", "two text")
     changed = make_pipeline(config, characters(), 1, 8, 0).train_iterator()
-    with pytest.raises(DataError, match="data_crc was"):
-        changed.set_state(state)
+    refused("data_crc was", changed.set_state, state, error=DataError)
     for version in (None, 1):
         with pytest.raises(DataError, match=f"version {version}, this code reads 2; go on with"):
             changed.set_state(state | {"version": version})
@@ -221,8 +219,7 @@ def test_a_closed_iterator_says_so(numbered, characters):
     next(iterator)
     iterator.close()
     iterator.close()
-    with pytest.raises(DataError, match="closed"):
-        next(iterator)
+    refused("closed", next, iterator, error=DataError)
 
 
 def test_a_program_that_forgets_to_close_ends_in_silence(numbered):
@@ -242,8 +239,7 @@ def test_a_missing_field_is_found_at_once_and_placed(write, characters):
     records = [{"question": "q", "answer": "a"}] * 4 + [{"question": "q", "reply": "a"}]
     config = {"task": "gsm8k", "path": write("a.jsonl", records)}
     message = r"a.jsonl, line 5: no field 'answer'; fields seen: question, reply"
-    with pytest.raises(DataError, match=message):
-        make_pipeline(config, characters(), 2, 16, 0)
+    refused(message, make_pipeline, config, characters(), 2, 16, 0, error=DataError)
 
 
 @pytest.mark.parametrize(
@@ -276,11 +272,3 @@ def test_bad_settings(write, characters, config, sizes, message):
 def test_asking_for_validation_that_is_not_there(numbered, characters):
     with pytest.raises(DataError, match="no validation data: set validation_fraction"):
         make_pipeline({"path": numbered}, characters(), 1, 8, 0).validation_iterator()
-
-
-def test_config_from_a_config_dict():
-    import ml_collections
-
-    config = ml_collections.ConfigDict({"task": "gsm8k", "packing": False})
-    assert DataConfig.from_mapping(config) == DataConfig("gsm8k", packing=False)
-    assert hash(DataConfig()) == hash(DataConfig())

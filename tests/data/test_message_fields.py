@@ -1,7 +1,5 @@
 """Fields and headers of conversations that change what is learned."""
 
-from __future__ import annotations
-
 import pytest
 from test_messages import talk
 from tiny_models import byte_tokenizer

@@ -1,14 +1,13 @@
 """Conversations: the assistant's turns are in the loss to the token, and nothing leaks."""
 
-from __future__ import annotations
-
 import json
 import logging
 
 import jax
 import numpy as np
 import pytest
-from tiny_models import LLAMA, byte_tokenizer, config_of, our_logits, random_params
+from tiny_models import LLAMA, byte_tokenizer, our_logits, random_params
+from tiny_runs import refused
 
 from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.pipeline import make_pipeline
@@ -192,8 +191,7 @@ CHATTY = (
 def test_templates_that_cannot_be_used(template, message):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(DataError, match=message):
-        encode_conversation(TALK, Encoder(tokenizer))
+    refused(message, encode_conversation, TALK, Encoder(tokenizer), error=DataError)
     ids, scored = encode_conversation(TALK, Encoder(tokenizer, chat_template="tulu"))
     assert shown(tokenizer, ids, scored)[0] == "Red, I say.</s>"
 
@@ -234,8 +232,7 @@ BAD = {
 def test_bad_rows_are_named(write, name):
     record, message = BAD[name]
     path = write("talk.jsonl", [talk("a", "b"), record])
-    with pytest.raises(DataError, match=f"talk.jsonl, line 2: .*{message}"):
-        pipeline_of(path)
+    refused(f"talk.jsonl, line 2: .*{message}", pipeline_of, path, error=DataError)
 
 
 def test_bad_rows_can_be_left_out(write, caplog):
@@ -329,17 +326,11 @@ def test_the_state_names_the_template(write):
         batches = make_pipeline(config, tokenizer, 1, 64, 0).train_iterator()
         next(batches)
         if states:
-            with pytest.raises(DataError, match="data_crc"):
-                batches.set_state(states[0])
+            refused("data_crc", batches.set_state, states[0], error=DataError)
         states.append(batches.get_state())
 
 
 # ---- the paper's fine-tuning
-
-
-def test_jreg_sft_is_one_epoch_of_whole_conversations():
-    config = config_of("jreg_sft", "some/model")
-    assert config.steps == 490_445 // config.batch_size and not config.data.packing
 
 
 def test_instructions_are_conversations_of_one_turn():
@@ -364,5 +355,4 @@ def test_instructions_are_conversations_of_one_turn():
         ({"instruction": "a", "system": "b", "output": "a"}, "field 'system' is 'b' and is not"),
         ({"instruction": "a", "history": [["q", "a"]], "output": "a"}, "field 'history' is"),
     ):
-        with pytest.raises(DataError, match=message):
-            task.example(row, Fields())
+        refused(message, task.example, row, Fields(), error=DataError)

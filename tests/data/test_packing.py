@@ -1,7 +1,5 @@
 """Packing against oracles: every document comes back out of the packed rows."""
 
-from __future__ import annotations
-
 import collections
 import json
 import logging
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_runs import write_rows
+from tiny_runs import refused, write_rows
 
 from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.pipeline import make_pipeline
@@ -233,8 +231,7 @@ def test_policies_need_their_tokens(characters):
     assert Encoder(characters()).bos == "segment"
     assert Encoder(characters(bos=None)).bos == "none"
     assert Encoder(characters(), eos=False).ids(Example("", "a")) == ([1, 100], 1)
-    with pytest.raises(DataError, match="has no bos token"):
-        Encoder(characters(bos=None), "segment")
+    refused("has no bos token", Encoder, characters(bos=None), "segment", error=DataError)
     with pytest.raises(DataError, match="bos='first': choose one of .'auto', 'segment'"):
         Encoder(characters(), "first")
 
@@ -269,5 +266,4 @@ def test_nothing_left_is_an_error_not_an_endless_search(write, characters, epoch
     ):
         config = {"task": task, "path": write(f"{task}.jsonl", records)}
         iterator = make_pipeline(config, characters(), 2, 16, 0).train_iterator(epochs)
-        with pytest.raises(DataError, match=message):
-            next(iterator)
+        refused(message, next, iterator, error=DataError)

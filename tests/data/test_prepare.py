@@ -1,7 +1,5 @@
 """Corpora to shards: the same for any number of processes and after a stop; refusals."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
@@ -16,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prepare_tools import Slow, contents, documents_of, expected, read_chunk, settings, texts
+from tiny_runs import refused
 
 from ffn_heterogeneity.data.corpus import corpora
 from ffn_heterogeneity.data.corpus import documents as documents_reader
@@ -79,8 +78,7 @@ def test_killed_and_resumed(corpus, characters, tmp_path, processes):
     child.wait()
     done = {path.stem: None for path in out.glob("progress/shard-*.json")}
     assert 3 <= len(done) < len(whole["shards"])
-    with pytest.raises(DataError, match="unfinished: run the same command again"):
-        open_corpus(out)
+    refused("unfinished: run the same command again", open_corpus, out, error=DataError)
     (out / ".shard-000000.0123abcd.partial.tokens").write_bytes(b"half")
     before = {name: (out / f"{name}.tokens").stat() for name in done}
     calls = characters()
@@ -332,8 +330,7 @@ def test_inputs_that_lead_nowhere(write, characters, tmp_path):
         (str(tmp_path / "mixed"), "files of several kinds .*choose with a glob"),
         (str(tmp_path / "pictures"), "a directory without .txt"),
     ):
-        with pytest.raises(DataError, match=message):
-            find_inputs(spec)
+        refused(message, find_inputs, spec, error=DataError)
     with pytest.raises(DataError, match="processes=0"):
         prepare(file, characters(), tmp_path / "out", processes=0)
     with pytest.raises(DataError, match="no eos token; set eos=False"):

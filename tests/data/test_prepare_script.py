@@ -1,7 +1,5 @@
 """prepare_data.py as a script."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

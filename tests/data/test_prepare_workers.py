@@ -1,7 +1,5 @@
 """The thread or the processes that make shards: how they fail, stop and are interrupted."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several processes: one stream of tokens, however many share it and wherever they go on."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Token shards read: rows against a brute-force oracle and the text pipeline; resume; refusals."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
@@ -114,8 +112,7 @@ def test_fraction_holds_out_whole_documents_of_every_shard(make, characters):
         kept, held = split(corpus, fraction)
         assert sum(part.last - part.first for part in held) == count
         assert sum(part.last - part.first for part in kept) == 40 - count
-    with pytest.raises(DataError, match="validation_fraction=1.0"):
-        split(corpus, 1.0)
+    refused("validation_fraction=1.0", split, corpus, 1.0, error=DataError)
     with pytest.raises(DataError, match="1 document cannot be split"):
         split(open_corpus(make([[[5, 6]]], "one")), 0.5)
 
@@ -181,8 +178,7 @@ def test_resumes_to_the_very_next_batch(make, characters):
         options |= {key: change[key] for key in change if key in options}
         changed = config | {key: change[key] for key in change if key not in options}
         other = make_pipeline(changed, characters(), 8, **options).train_iterator()
-        with pytest.raises(DataError, match=named):
-            other.set_state(json.loads(states[3]))
+        refused(named, other.set_state, json.loads(states[3]), error=DataError)
         other.close()
     iterator.close()
 
@@ -273,8 +269,7 @@ def test_refusals(make, characters, bpe, tmp_path):
         ({"path": ""}, characters(), 4, "needs the directory of the shards, path is ''"),
         ({"path": str(tmp_path)}, characters(), 4, "no manifest.json; .*/prepare_data.py makes"),
     ):
-        with pytest.raises(DataError, match=words):
-            make_pipeline(config | change, tokenizer, 2, seq_len, 0)
+        refused(words, make_pipeline, config | change, tokenizer, 2, seq_len, 0, error=DataError)
     words = "ids up to 1999, but model tiny has a vocabulary of 512"
     refused(words, module.check_vocabulary, bpe, 512, "tiny", error=DataError)
     module.check_vocabulary(bpe, 2000, "tiny")

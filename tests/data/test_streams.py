@@ -1,7 +1,5 @@
 """prepare_data on streams: packed files, hub data as they come, limits; stopped, it goes on."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """SuperGLUE, DPR and MBPP as text: the published forms, official and hub fields, bad rows."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Perplexity windows: what each policy predicts, from what."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

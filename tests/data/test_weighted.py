@@ -1,7 +1,5 @@
 """Weighted mixtures of a text, prompts with responses, and token shards."""
 
-from __future__ import annotations
-
 import itertools
 import json
 
@@ -121,8 +119,7 @@ def v_rows(batch):
     ],
 )
 def test_refusals(mixture, characters, change, words):
-    with pytest.raises(DataError, match=words):
-        pipeline(change(mixture), characters)
+    refused(words, pipeline, change(mixture), characters, error=DataError)
 
 
 def test_a_state_of_another_mixture(mixture, characters):

@@ -1,7 +1,5 @@
 """Fixtures of several files of tests."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """Task files and the requests a task makes of them."""
 
-from __future__ import annotations
-
 
 def requests_of(task, limit=8):
     task.set_fewshot_seed(1234)

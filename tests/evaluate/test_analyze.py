@@ -1,7 +1,5 @@
 """`scripts/analyze.py`: the connectivity of every layer against a float64 oracle."""
 
-from __future__ import annotations
-
 import json
 import sys
 

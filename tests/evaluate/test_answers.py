@@ -1,7 +1,5 @@
 """Tasks answered and scored: scores by hand, intervals, whole questions, going on."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 from etils import epath
 from tiny_models import LLAMA, byte_tokenizer, config_of, run_script, save_tiny
-from tiny_runs import read_rows, write_rows
+from tiny_runs import read_rows, refused, write_rows
 
 from ffn_heterogeneity.evaluate import answer_metrics as metrics
 from ffn_heterogeneity.evaluate import answers
@@ -161,8 +159,7 @@ def test_going_on_asks_only_what_is_missing(evaluate, tmp_path, monkeypatch):
     whole = evaluate("whole", *tasks)
     for kill in (1, 11, 13, 40):
         generator.asked, generator.dies_after = [], kill
-        with pytest.raises(AssertionError, match="killed"):
-            evaluate(str(kill), *tasks)
+        refused("killed", evaluate, str(kill), *tasks, error=AssertionError)
         generator.dies_after = 10**6
         assert evaluate(str(kill), *tasks) == whole and len(generator.asked) == 12 + 72
         for file in (tmp_path / "whole" / "answers").iterdir():
@@ -220,17 +217,10 @@ def test_intervals(evaluate):
     }.items(),
 )
 def test_refused(root, message, changes):
-    with pytest.raises(ValueError, match=message):
-        check_config(config_for(root, **changes))
+    refused(message, check_config, config_for(root, **changes))
 
 
 def test_a_model_without_a_tokenizer_is_refused(root, model, tmp_path):
     bare = dataclasses.replace(model, tokenizer=None)
     with pytest.raises(ValueError, match="tiny has no tokenizer"):
         answers.evaluate_answers(check_config(config_for(root)), bare, epath.Path(tmp_path))
-
-
-def test_the_published_validation_sets(shared_data):
-    names = [f"superglue_{name}" for name in metrics.SUPERGLUE if name != "record"]
-    sizes = map(len, check_config(config_for(shared_data, *names)).read().values())
-    assert list(sizes) == [3270, 56, 100, 4848, 277, 638, 104]

@@ -1,7 +1,5 @@
 """Chat benchmarks: what is asked turn by turn, what is written, and going on where it stopped."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

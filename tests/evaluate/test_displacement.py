@@ -1,7 +1,5 @@
 """`analyze.py:displacement` against float64 hidden states of torch; checkpoints; bad input."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -9,7 +7,7 @@ import jreg_oracle as oracle
 import numpy as np
 import pytest
 from tiny_models import LLAMA, config_of, random_params, run_script, save_tiny, tiny_of
-from tiny_runs import read_rows
+from tiny_runs import read_rows, refused
 
 from ffn_heterogeneity.evaluate.displacement import displacements
 from ffn_heterogeneity.evaluate.run import run
@@ -174,8 +172,7 @@ def test_a_stopped_series_goes_on(tmp_path, capsys):
     own = {"token_ids": str(tmp_path / "ids.npy")}
     weights = tmp_path / "run" / "step_20" / "model.safetensors"
     hidden = weights.rename(tmp_path / "away")
-    with pytest.raises(ValueError, match="step_20"):
-        analysed(tmp_path / "out", tmp_path / "run", **own)
+    refused("step_20", analysed, tmp_path / "out", tmp_path / "run", **own)
     assert not (tmp_path / "out" / "results.json").exists()
     hidden.rename(weights)
     (tmp_path / "run" / "step_3" / "model.safetensors").unlink()

@@ -1,7 +1,5 @@
 """Endpoints that drip, flood or lie: a call ends by its deadline, as the failure of one answer."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import socket

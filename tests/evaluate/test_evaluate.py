@@ -1,7 +1,5 @@
 """`scripts/evaluate.py`: perplexity as torch computes it; every bad input in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Generation: the tokens of a plain loop, whatever the batch; stops, limits, hostile prompts."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

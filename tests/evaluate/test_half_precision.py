@@ -1,7 +1,5 @@
 """What bfloat16 changes of real models: perplexity hardly, a few of the harness's choices."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

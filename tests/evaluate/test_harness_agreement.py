@@ -1,7 +1,5 @@
 """A real model beside the harness's own torch one: log-likelihoods, texts, and the time of both."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """`fh.hidden_states` against transformers: every layer, padded on either side, texts and pairs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -53,8 +51,7 @@ def test_texts_and_what_is_none(tmp_path):
             refused("is the path of a file.*read_text", call, model, path)
     refused("integer ids", fh.hidden_states, model, np.ones((1, 2)))
     for texts, told in (([], "at least one"), ([3], "not iterable"), (["a", ("a", "b")], "or all")):
-        with pytest.raises((ValueError, TypeError), match=told):
-            fh.hidden_states(model, texts)
+        refused(told, fh.hidden_states, model, texts, error=(ValueError, TypeError))
     masked = (np.zeros((2, 3), int), np.ones((2, 2), bool))
     refused("must be", fh.hidden_states, model, *masked)
     refused("outside the vocabulary", fh.hidden_states, model, np.full((1, 2), 999))

@@ -1,7 +1,5 @@
 """The judge against a server in this process: good ones, and every kind of bad one."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os
@@ -14,7 +12,7 @@ import anyio
 import numpy as np
 import pytest
 from tiny_models import config_of, run_script
-from tiny_runs import read_rows, write_rows
+from tiny_runs import read_rows, refused, write_rows
 
 from ffn_heterogeneity.evaluate.chat import endpoint, judge
 from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
@@ -266,12 +264,10 @@ def test_busy_servers_are_tried_again(server, monkeypatch):
     assert [m["role"] for m in data["messages"]] == ["system", "user"]
     assert "max_tokens" not in data
     server.behave = lambda n, d: (503, {}, b"")
-    with pytest.raises(EndpointError, match=r"HTTP 503 .*\(5 tries\)"):
-        made.ask("s", "u")
+    refused(r"HTTP 503 .*\(5 tries\)", made.ask, "s", "u", error=EndpointError)
     server.behave = lambda n, d: (400, {}, b"no such model")
     for message in ("HTTP 400 .*no such model$", "not asked: the run was ended"):
-        with pytest.raises(EndpointError, match=message):
-            made.ask("s", "u")
+        refused(message, made.ask, "s", "u", error=EndpointError)
         made.stop()
 
 
@@ -314,8 +310,7 @@ def test_nobody_there(server, files, tmp_path, capsys):
     ],
 )
 def test_settings_that_cannot_be(server, files, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        judged(config_for(server, files, **changes), tmp_path / "out")
+    refused(message, judged, config_for(server, files, **changes), tmp_path / "out")
     assert not server.requests
 
 
@@ -376,8 +371,7 @@ def test_answers_that_lack(server, files, tmp_path, capsys):
     assert (results["judged"], results["unanswered"]) == (4, 1)
     assert "1 questions have no answer yet" in capsys.readouterr().err
     twice = {"mode": "pairwise", "baseline": files["ours"]}
-    with pytest.raises(ValueError, match="both of 'ours'"):
-        judged(config_for(server, files, **twice), tmp_path / "twice")
+    refused("both of 'ours'", judged, config_for(server, files, **twice), tmp_path / "twice")
 
 
 def test_the_script(server, files, tmp_path):

@@ -1,8 +1,7 @@
 """What a judge's words say: ratings and verdicts, of which the last one counts."""
 
-from __future__ import annotations
-
 import pytest
+from tiny_runs import refused
 
 from ffn_heterogeneity.evaluate.chat import judge_prompts
 
@@ -26,13 +25,11 @@ def test_reading_ratings(text, score):
     if isinstance(score, float):
         assert judge_prompts.rating(text) == score
     else:
-        with pytest.raises(ValueError, match=score):
-            judge_prompts.rating(text)
+        refused(score, judge_prompts.rating, text)
 
 
 def test_reading_verdicts():
     assert judge_prompts.verdict("not [[A]] but [[ B ]]") == "B"
     assert judge_prompts.verdict("[[C]]") == "C"
     for text in ("[[D]]", "A", "[A]", "[[AB]]", ""):
-        with pytest.raises(ValueError, match="no verdict"):
-            judge_prompts.verdict(text)
+        refused("no verdict", judge_prompts.verdict, text)

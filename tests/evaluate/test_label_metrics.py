@@ -1,7 +1,5 @@
 """Metrics of labels and numbers against their definitions; intervals that cover."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The analysis of single neurons: equal to the whole model without that neuron."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

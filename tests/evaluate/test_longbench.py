@@ -1,7 +1,5 @@
 """LongBench: its prompts over real rows, its two scores, and prompts cut in the middle."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

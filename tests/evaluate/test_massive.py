@@ -1,7 +1,5 @@
 """The analysis of massive activations: its numbers are the model's, its rows the sentence's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tiny_models import LLAMA, config_of, random_params, save_tiny

@@ -1,7 +1,5 @@
 """The sandbox against programs that try to get out (hostile_programs.py), tried for real."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from hostile_programs import DAEMON, HOSTILE, PRIVILEGES
-from tiny_runs import run_program
+from tiny_runs import refused, run_program
 
 from ffn_heterogeneity.evaluate.sandbox import one_program
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
@@ -231,8 +229,7 @@ def test_a_sandbox_that_does_not_hold_is_not_trusted(namespaces, monkeypatch):
     "name, value", [("cpu_seconds", 0), ("processes", 1.5), ("wall_seconds", float("nan"))]
 )
 def test_limits_are_positive(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value} must be a positive"):
-        Limits(**{name: value})
+    refused(f"{name}={value} must be a positive", Limits, **{name: value})
 
 
 # Run as root in a mount namespace of its own: shows Python to everyone, becomes nobody, goes on.

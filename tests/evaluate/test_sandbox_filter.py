@@ -1,7 +1,5 @@
 """The filter of system calls, run here as the kernel would run it."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import struct

@@ -1,7 +1,5 @@
 """Requests that share beginnings are scored as if each stood alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Spec-Bench: its 480 questions as published, how each is sampled, and what its judge is shown."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 

@@ -1,7 +1,5 @@
 """Whole evaluations by the harness: stock groups and tags, limits, going on where one stopped."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -15,7 +13,7 @@ import yaml
 from etils import epath
 from task_tools import OwnTask
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
-from tiny_runs import read_rows, write_rows
+from tiny_runs import read_rows, refused, write_rows
 
 from ffn_heterogeneity.evaluate import graders, tasks
 from ffn_heterogeneity.evaluate.run import check_config, run
@@ -101,8 +99,7 @@ def test_foreign_code_tasks_are_refused(stock, model, tmp_path):
     """The harness would run the model's programs in this process, without a sandbox."""
     task_file(tmp_path, "coding", 2, unsafe_code=True)
     config = config_of("harness", model="x", tasks=("few", "coding"), allow_code_execution=True)
-    with pytest.raises(ValueError, match="coding runs programs .* without a sandbox"):
-        evaluated(config, model)
+    refused("coding runs programs .* without a sandbox", evaluated, config, model)
 
 
 # Of the harness, unmarked: sympy's parse_expr, an eval, reads what the model wrote in a box.
@@ -155,8 +152,7 @@ def test_no_grader_that_nobody_read_sees_what_a_model_wrote(
     written(tmp_path, "robust", grader)
     config = config_of("harness", model="x", tasks=("few", "robust"))
     try:
-        with pytest.raises(ValueError, match="robust .*utils_math.py.* leave it out"):
-            evaluated(config, model)
+        refused("robust .*utils_math.py.* leave it out", evaluated, config, model)
     finally:
         assert not canary.exists(), "the model's answer was run"
 
@@ -286,8 +282,7 @@ def test_a_missing_sandbox_is_told_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "PROOF", "assert 0, 'a hole'")
     sandbox.failure.cache_clear()
     try:
-        with pytest.raises(ValueError, match="mbpp runs programs .*lock them in.*install bubblewr"):
-            check_config(config)
+        refused("mbpp runs programs .*lock them in.*install bubblewr", check_config, config)
         config.tasks = ("piqa",)
         check_config(config)
     finally:

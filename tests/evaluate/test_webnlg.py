@@ -1,7 +1,5 @@
 """WebNLG: entries as examples and questions; BLEU and TER by hand and by sacrebleu; commands."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import json
@@ -12,6 +10,7 @@ import pytest
 from etils import epath
 from sacrebleu.metrics import BLEU, TER
 from tiny_models import byte_tokenizer, config_of, save_tiny
+from tiny_runs import refused
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.data.mixtures import open_task
@@ -104,8 +103,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_refused(tmp_path, message):
     file_of(tmp_path, REFUSED[message])
-    with pytest.raises(DataError, match=message):
-        asked_of(tmp_path)
+    refused(message, asked_of, tmp_path, error=DataError)
 
 
 def test_bleu_and_ter_by_hand():
@@ -166,5 +164,4 @@ def test_commands(path, tmp_path, tmp_path_factory, capsys):
 
 def test_without_sacrebleu_nothing_is_loaded(path, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(ImportError, match=r"sacrebleu.*: pip install .*\[text\]"):
-        asked_of(tmp_path)
+    refused(r"sacrebleu.*: pip install .*\[text\]", asked_of, tmp_path, error=ImportError)

@@ -3,8 +3,6 @@
 No bucket is at hand: local directories stand in for one, told apart by the rule alone.
 """
 
-from __future__ import annotations
-
 import fsspec
 import jax
 import numpy as np

@@ -1,7 +1,5 @@
 """The model card, and a push to a stand-in of the hub's HTTP interface on this machine."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tiny_models import REPOSITORY, card_differs, config_of, run_script, save_tiny
-from tiny_runs import flags_of, run_program
+from tiny_runs import flags_of, refused, run_program
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.run import score
@@ -108,8 +106,7 @@ def test_bad_names_are_refused_before_anything_is_done(tmp_path, model, name):
     run = (f"--config.model={model}", f"--config.push={name}", f"--workdir={tmp_path}/run")
     assert repr(name) in run_script("compress", *run).error
     assert not (tmp_path / "run").exists()
-    with pytest.raises(CheckpointError, match="config.json"):
-        push_directory(tmp_path, "me/tiny")
+    refused("config.json", push_directory, tmp_path, "me/tiny", error=CheckpointError)
 
 
 def test_licences(tmp_path):

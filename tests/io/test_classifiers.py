@@ -1,7 +1,5 @@
 """Classifiers in transformers' form, and other poolings by the model card's lines of torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

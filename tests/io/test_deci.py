@@ -1,7 +1,5 @@
 """NVIDIA's `block_configs`: written as its readers read it, read back, refused where it lies."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Doors that were open: archives, heads, pictures, values beyond a type, disks that are full."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

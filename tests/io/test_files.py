@@ -1,7 +1,5 @@
 """Files that are whole or absent, and what killed processes leave of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """SmolLM2 without a quarter of its upper half's neurons, in every form a model is written in."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """GGUF out: the tensors of llama.cpp's converter, and the same model when it is read back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -5,8 +5,6 @@ Some 900 files: each value of config.json, of the index, of GGUF's metadata and 
 replaced in turn by what has no business there, and containers that lie about counts and sizes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

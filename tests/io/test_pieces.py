@@ -1,7 +1,5 @@
 """Files written piece by piece are those that the safetensors library writes."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Reading ahead stays within its bounds, ends with its block, and hides nobody's error."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_models import LLAMA, our_logits, random_params, structured
+from tiny_runs import refused
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -185,15 +186,13 @@ def rows(*numbers, dtype=np.int32):
 def test_a_damaged_directory_is_refused(kept, how, words):
     directory, _ = kept
     damage(directory, how)
-    with pytest.raises(CheckpointError, match=words):
-        read_pretrained(directory)
+    refused(words, read_pretrained, directory, error=CheckpointError)
 
 
 def test_what_is_no_file_is_not_waited_for(kept):
     directory, _ = kept
     os.mkfifo(directory / "structure" / "more")
-    with pytest.raises(CheckpointError, match="more is no regular file"):
-        read_pretrained(directory)
+    refused("more is no regular file", read_pretrained, directory, error=CheckpointError)
 
 
 def test_a_tool_that_changes_nothing_is_no_damage(kept):

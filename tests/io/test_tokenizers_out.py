@@ -1,7 +1,5 @@
 """Exported tokenizers make what the original made, in transformers 5 and 4."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

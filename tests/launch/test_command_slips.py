@@ -1,7 +1,5 @@
 """Slips on the command line: each ends in one line that holds the way out, never in a traceback."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

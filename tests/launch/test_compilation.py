@@ -1,7 +1,5 @@
 """Compiled programs in the user's cache: found again, private, never in the way."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs of stages and of seeds: real training, surgery and evaluation of a tiny model."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from tiny_models import REPOSITORY, TEXT, config_of, save_tiny
-from tiny_runs import flags_of, small_run
+from tiny_runs import flags_of, refused, small_run
 
 from ffn_heterogeneity.data.tasks import tasks
 from ffn_heterogeneity.evaluate import run as evaluation
@@ -145,8 +143,7 @@ def test_sigterm_in_a_stage_and_the_printed_command_goes_on(files, finished, tmp
     ],
 )
 def test_stages_of_another_run_are_refused(files, finished, changes, message):
-    with pytest.raises(WorkdirError, match=message):
-        experiment.run(staged(files, **changes), finished[0])
+    refused(message, experiment.run, staged(files, **changes), finished[0], error=WorkdirError)
 
 
 def test_another_mesh_or_a_profile_is_the_same_run(files, finished):
@@ -173,8 +170,7 @@ def test_another_mesh_or_a_profile_is_the_same_run(files, finished):
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(files, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        experiment.run(staged(files, **changes), tmp_path / "run")
+    refused(message, experiment.run, staged(files, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -189,15 +185,13 @@ def test_a_setting_that_the_base_has_not(files, tmp_path, group, key, message):
     config = staged(files)
     with config.unlocked():
         functools.reduce(lambda node, part: node[part], group.split("."), config)[key] = 0.5
-    with pytest.raises(ValueError, match=message):
-        experiment.run(config, tmp_path / "run")
+    refused(message, experiment.run, config, tmp_path / "run")
 
 
 def test_a_failed_stage_leaves_its_folder_to_the_mended_command(files, tmp_path):
     (tmp_path / "empty.txt").touch()
     config = staged(files, recover__data__path=str(tmp_path / "empty.txt"))
-    with pytest.raises(ValueError, match="empty.txt: the file is empty"):
-        experiment.run(config, tmp_path / "run")
+    refused("empty.txt: the file is empty", experiment.run, config, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["00_prune"]
     assert experiment.run(staged(files), tmp_path / "run")["stages"]["score"]["perplexity"] > 1
 

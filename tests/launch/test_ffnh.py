@@ -1,7 +1,5 @@
 """The wheel alone: `ffnh` finds its scripts and configs, from any directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tiny_models import REPOSITORY, save_tiny
-from tiny_runs import flags_of, run_program
+from tiny_runs import flags_of, refused, run_program
 
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import cli
@@ -142,5 +140,4 @@ def test_a_name_is_a_config_of_ours_whatever_the_directory_holds(tmp_path, monke
     for name in config.stages:
         cli.load_config(config[name].base)
     for spec in ("prune.py", "configs/prune.py"):
-        with pytest.raises(cli.UsageError, match="RuntimeError: run"):
-            cli.load_config(spec)
+        refused("RuntimeError: run", cli.load_config, spec, error=cli.UsageError)

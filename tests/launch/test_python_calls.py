@@ -1,7 +1,5 @@
 """Calls that users of other libraries type: each works, or its error names the call to use."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import huggingface_hub

@@ -1,7 +1,5 @@
 """Sweeps of training runs: tiny models that share one program, stopped and continued."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

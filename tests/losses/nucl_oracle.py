@@ -1,7 +1,5 @@
 """NUCL in float64 numpy, written from the formulas; shared by the tests."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -3,8 +3,6 @@
 On real meshes: tests/test_meshes.py. Here the form itself, on the rows that break formulas.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Tiny encoders of transformers' own classes."""
 
-from __future__ import annotations
-
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,

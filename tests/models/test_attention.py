@@ -1,7 +1,5 @@
 """Attention: a float64 oracle, causality by gradient, packed documents, rotary scaling."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Norms, partial rotation, parallel branches, clipping against float64 formulas; their surgery."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Token by token with a cache equals the whole row at once, padding and windows included."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Files of encoders: prefixes, old names, heads that are left out, refusals, a real model."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -12,6 +10,7 @@ import pytest
 from encoder_tools import kind_of, torch_encoder
 from safetensors.numpy import load_file, save_file
 from tiny_models import random_params, tiny_of
+from tiny_runs import refused
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf import export as gguf_export
@@ -103,8 +102,7 @@ def test_what_a_file_may_not_hold(torch, tmp_path):
     with pytest.raises(CheckpointError, match="no place for: 'classifier.(bias|weight)'"):
         read_pretrained(tmp_path)
     rename(tmp_path, lambda name: name.replace("classifier.weight", "pooler.dense.weight"))
-    with pytest.raises(CheckpointError, match="are the same tensor of the model"):
-        read_pretrained(tmp_path)
+    refused("are the same tensor of the model", read_pretrained, tmp_path, error=CheckpointError)
     config = tiny_of("bert", layers=2)
     save_pretrained(config, random_params(config), tmp_path, overwrite=True)
     rename(tmp_path, lambda name: name.replace("pooler.dense.weight", "cls.weight"))
@@ -119,8 +117,7 @@ def test_configs_that_are_refused(family):
         ({"is_decoder": True}, "is_decoder=true: "),
         ({"add_cross_attention": True}, "add_cross_attention=true: "),
     ):
-        with pytest.raises(ConfigError, match=words):
-            config_from_hf(config_to_hf(tiny_of(family)) | changes)
+        refused(words, config_from_hf, config_to_hf(tiny_of(family)) | changes, error=ConfigError)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

@@ -3,8 +3,6 @@
 No forward pass reads experts yet; their leaves are declared, so what is not handled is an error.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from tiny_models import LLAMA, WIDE, random_params, tiny_of
+from tiny_runs import refused
 
 from ffn_heterogeneity.adapters import nf4
 from ffn_heterogeneity.io.hf.export import save_pretrained
@@ -33,6 +32,7 @@ from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.tree import LeafError, flatten
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 E, L, M, D = 4, 4, 24, 16  # as many experts as layers, so that a mistaken axis has the right size
 
 
@@ -63,8 +63,7 @@ def test_what_is_declared_is_what_a_fresh_model_has():
     with pytest.raises(ValueError, match="experts=4: no forward pass"):
         causal_lm.forward(SPARSE, params, {"tokens": np.zeros((1, 3), np.int32)})
     mixed = dataclasses.replace(LLAMA, layers=(*LLAMA.layers[:2], *SPARSE.layers[2:]))
-    with pytest.raises(ConfigError, match="layer 0: experts=0"):
-        sparse(experts=0)
+    refused("layer 0: experts=0", sparse, error=ConfigError, experts=0)
     assert set(causal_lm.init(mixed, jax.random.key(0))["stack"]) == {"segment_0", "segment_1"}
 
 
@@ -92,8 +91,7 @@ def test_the_factors_of_experts_are_folded_into_their_own_rows():
     np.testing.assert_allclose(after["down"]["kernel"], wanted, rtol=1e-6)
     assert "neuron_scale" not in after
     tree["layers"][2]["ffn"]["neuron_scale"] = factor[0]
-    with pytest.raises(LeafError, match="neuron_scale.*axes are .'expert', 'neurons'"):
-        fold(config, tree)
+    refused("neuron_scale.*axes are .'expert', 'neurons'", fold, config, tree, error=LeafError)
 
 
 @pytest.mark.parametrize("target", ["ffn_out", "ffn_in_linear"])
@@ -170,8 +168,7 @@ def test_codes_and_factors_do_not_hide_the_experts():
     for name, leaf in (("up", "nf4_codes"), ("gate", "low_rank_a"), ("down", "kernel")):
         own = [leaves[leaf] for place, leaves in places.items() if place.name == f"ffn/{name}"]
         assert len(own) == 3 * L and all(x.ndim == 2 for x in own)
-    with pytest.raises(ValueError, match="fold the model first"):
-        list(ffn_blocks(config, tree))
+    refused("fold the model first", list, ffn_blocks(config, tree))
     with pytest.raises(LeafError, match="nf4_.*stands for neurons that would go"):
         codes = jax.tree.map(np.asarray, jax.vmap(nf4.quantise)(jnp.ones((3, 128, 64))))
         take_neurons(config, WHOLE, {"down": codes}, np.arange(4))

@@ -1,7 +1,5 @@
 """GPT-2: rows padded on the left and generation against torch, its files, what is refused."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -6,8 +6,6 @@ there. A change of a declaration shows in that file's diff. If it is meant:
     python tests/models/test_leaves.py --write
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

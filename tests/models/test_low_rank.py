@@ -1,7 +1,5 @@
 """An adapter of the test's own that stands for a kernel by two factors: what a step makes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

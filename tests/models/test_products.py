@@ -154,7 +154,7 @@ def test_whoever_has_said_how_is_heard(monkeypatch):
 
 def test_the_python_interface_does_as_well(monkeypatch):
     seen = []
-    model = Model(WIDE, restack(WIDE, random_params(WIDE)), byte_tokenizer(), "tiny")
+    model = Model(LLAMA, random_params(LLAMA), byte_tokenizer(), "tiny")
     inside = fh.hidden_states.__wrapped__.__globals__
     own = inside["_states"]
     monkeypatch.setitem(inside, "_states", lambda *given: seen.append(said()) or own(*given))

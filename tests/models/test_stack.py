@@ -1,7 +1,5 @@
 """The shared stack: segmentation, restacking, scans, probes, strict leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_runs import refused
 
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.causal_lm import RunOptions
@@ -166,18 +165,15 @@ def test_unread_leaves_are_refused(params):
     check_leaves(CONFIG, params)
     tree = unflatten({**flatten(params)})
     tree["stack"]["segment_0"]["slot_1"]["ffn"]["up"]["lora_z"] = jnp.ones((2, 3, 3))
-    with pytest.raises(ValueError, match="segment_0/slot_1/ffn/up/lora_z"):
-        check_leaves(CONFIG, tree)
+    refused("segment_0/slot_1/ffn/up/lora_z", check_leaves, CONFIG, tree)
     tied = {**params, "head": {"kernel": jnp.ones((16, 37))}}
-    with pytest.raises(ValueError, match="head/kernel"):
-        check_leaves(CONFIG, tied)
+    refused("head/kernel", check_leaves, CONFIG, tied)
 
 
 def test_missing_and_misshapen_leaves_are_named(params):
     tree = unflatten({**flatten(params)})
     del tree["stack"]["segment_0"]["slot_0"]["ffn"]["up"]["kernel"]
-    with pytest.raises(ValueError, match="missing parameter ffn/up/kernel"):
-        causal_lm.forward(CONFIG, tree, {"tokens": TOKENS})
+    refused("missing parameter ffn/up/kernel", causal_lm.forward, CONFIG, tree, {"tokens": TOKENS})
     tree["stack"]["segment_0"]["slot_0"]["ffn"]["up"]["kernel"] = jnp.ones((2, 16, 23))
     with pytest.raises(ValueError, match=r"ffn/up/kernel has shape \(16, 23\)"):
         causal_lm.forward(CONFIG, tree, {"tokens": TOKENS})
@@ -253,5 +249,4 @@ def test_paths_round_trip():
     tree = {"a": {"b": 1}, "layers": [{"c": 2}, {"c": 3}]}
     assert flatten(tree) == {"a/b": 1, "layers/0/c": 2, "layers/1/c": 3}
     assert unflatten(flatten(tree)) == tree
-    with pytest.raises(ValueError, match="a/b"):
-        unflatten({"a": 1, "a/b": 2})
+    refused("a/b", unflatten, {"a": 1, "a/b": 2})

@@ -3,8 +3,6 @@
 Process 0 writes the losses of three steps, the first gradient and the last parameters to <out>.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from tiny_runs import refused
 
 from ffn_heterogeneity.losses.cross_entropy import KERNEL_SPECS
 from ffn_heterogeneity.models import causal_lm
@@ -49,8 +50,7 @@ def test_shadowed_rule_is_named():
 
 
 def test_bad_regex_is_named():
-    with pytest.raises(RuleError, match=r"'\(' is not a regular expression"):
-        matched([("(", 0)])
+    refused(r"'\(' is not a regular expression", matched, [("(", 0)], error=RuleError)
 
 
 def test_trainable_mask():
@@ -61,10 +61,8 @@ def test_trainable_mask():
     assert list(frozen.values()) == [False, True, True, False, False]
     only = trainable_mask(leaves, train_only=("bias$",))
     assert list(only.values()) == [False, False, True, False, False]
-    with pytest.raises(RuleError, match="no leaf is left"):
-        trainable_mask(leaves, freeze=("",))
-    with pytest.raises(RuleError, match="decides nothing"):
-        trainable_mask(leaves, freeze=("embedd$",))
+    refused("no leaf is left", trainable_mask, leaves, error=RuleError, freeze=("",))
+    refused("decides nothing", trainable_mask, leaves, error=RuleError, freeze=("embedd$",))
 
 
 def test_what_a_full_model_decays_and_where_it_is_cut():
@@ -107,5 +105,4 @@ def test_what_changes_its_meaning_with_some_of_the_neurons():
 
 
 def test_mesh_larger_than_the_machine():
-    with pytest.raises(ValueError, match="devices"):
-        partition.make_mesh(data=len(jax.devices()) + 1)
+    refused("devices", partition.make_mesh, data=len(jax.devices()) + 1)

@@ -1,7 +1,5 @@
 """Real processes, joined by jax.distributed on this machine, beside one."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import process_program
 import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, free_address, random_params
 from tiny_runs import flags_of
@@ -23,7 +22,6 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.parallel.placement import local_rows
 
-PROGRAM = Path(__file__).resolve().parent / "process_program.py"
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
@@ -43,20 +41,22 @@ def end(processes: list[subprocess.Popen], logs: list[Path]) -> list[int]:
             process.kill()
 
 
-@pytest.mark.parametrize("counts", [(1, 2), pytest.param((1, 4), marks=pytest.mark.slow)])
-def test_processes_train_as_one(tmp_path, counts):
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("compiled_quickly")
+def test_processes_train_as_one(tmp_path, capsys, count):
     """Losses 1e-6, gradients 1e-5 of each leaf's norm, parameters after three steps 1e-6."""
-    for count in counts:
-        address, logs = free_address(), [tmp_path / f"{count}_{i}.log" for i in range(count)]
-        running = [
-            start(PROGRAM, address, count, i, tmp_path / f"{count}.npz", log=log)
-            for i, log in enumerate(logs)
-        ]
-        codes = end(running, logs)
-        assert codes == [0] * count, [log.read_text()[-1500:] for log in logs]
-        for i, log in enumerate(logs):
-            assert f"process {i} of {count}: 1 of {count} cpu devices\n" in log.read_text()
-    one, several = (dict(np.load(tmp_path / f"{count}.npz")) for count in counts)
+    address, logs = free_address(), [tmp_path / f"{i}.log" for i in range(count)]
+    running = [
+        start(process_program.__file__, address, count, i, tmp_path / f"{count}.npz", log=log)
+        for i, log in enumerate(logs)
+    ]
+    process_program.main("", 1, 0, tmp_path / "1.npz")
+    codes = end(running, logs)
+    assert codes == [0] * count, [log.read_text()[-1500:] for log in logs]
+    for i, log in enumerate(logs):
+        assert f"process {i} of {count}: 1 of {count} cpu devices\n" in log.read_text()
+    assert "process 0 of 1: 1 of 1 cpu devices\n" in capsys.readouterr().out
+    one, several = (dict(np.load(tmp_path / f"{name}.npz")) for name in (1, count))
     assert one.keys() == several.keys() and len(one) > 20
     np.testing.assert_allclose(several.pop("losses"), one.pop("losses"), rtol=1e-6)
     for name, leaf in one.items():

@@ -7,8 +7,6 @@ a moment's layout shows in the diff of that file. If it is meant:
     python tests/parallel/test_spec_dump.py --write
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -3,8 +3,6 @@
 What each reader says in detail is tested in tests/io; here, that it reaches the user.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

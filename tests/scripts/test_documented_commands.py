@@ -4,8 +4,6 @@ The model is a tiny one under the real one's name, the texts are short; nothing 
 what SMALL says. What cannot run on a machine without network is in ELSEWHERE, with the reason.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Commands that cannot run: code 2, one last line, no traceback, no result; at once and small."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """scripts/launch/: what it would run, and a real run that is killed again and again."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The notebook from its first to its last cell, as Colab would run it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

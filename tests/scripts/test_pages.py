@@ -6,8 +6,6 @@ drawn anew from the archives in docs/results/runs. Of a share a table may write 
 Sentences may round, and quote what is a step away: a perplexity of an NLL, a difference of runs.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from functools import cache

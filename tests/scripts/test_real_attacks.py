@@ -1,7 +1,5 @@
 """Massive weights of SmolLM2-135M and Gemma 3 270M: found and attacked by us and by torch alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tiny_models import torch_model, torch_nll

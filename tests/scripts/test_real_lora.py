@@ -1,7 +1,5 @@
 """LoRA on SmolLM2-135M, 20 steps on rows of Alpaca: what moves, what is saved, and five kills."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

@@ -1,7 +1,5 @@
 """SmolLM2-135M, Gemma 3 270M and Qwen2.5-Coder-0.5B against torch and float64 oracles."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

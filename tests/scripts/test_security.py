@@ -1,7 +1,5 @@
 """SECURITY.md line by line: every promise has tests that try to break it, by name."""
 
-from __future__ import annotations
-
 import re
 
 from tiny_models import REPOSITORY

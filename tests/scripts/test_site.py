@@ -1,7 +1,5 @@
 """`make docs`: the site builds without a warning or the network, and what is broken stops it."""
 
-from __future__ import annotations
-
 import sys
 import zlib
 

@@ -1,7 +1,5 @@
 """Blocks and models to be compressed, for the tests of MLP Fusion and its baselines."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,12 +1,11 @@
 """Attacks on massive weights: which neurons, what is set to 0, and that nothing else changes."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
 import pytest
 from tiny_models import LLAMA, our_logits, random_params, save_tiny, tiny_of, torch_model
+from tiny_runs import refused
 
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.stack import restack, unstack
@@ -123,24 +122,20 @@ def test_an_attack_silences_those_neurons_and_nothing_else(model, attack, k):
     ],
 )
 def test_settings_that_cannot_be(model, settings, message):
-    with pytest.raises(ValueError, match=message):
-        attacked(model, **settings)
+    refused(message, attacked, model, **settings)
 
 
 def test_a_model_without_bos_and_one_that_overflows(model):
     nameless = dataclasses.replace(model, config=dataclasses.replace(model.config, bos_id=None))
-    with pytest.raises(ValueError, match="token=None .* its eos"):
-        attacked(nameless)
+    refused("token=None .* its eos", attacked, nameless)
     assert attacked(nameless, token=3)[1]["indices"]
     broken = unstack(random_params(LLAMA))
     broken["layers"][2]["ffn"]["up"]["kernel"][:] = np.nan
-    with pytest.raises(ValueError, match="layer 2 .* is not finite"):
-        massive_weights(LLAMA, restack(LLAMA, broken))
+    refused("layer 2 .* is not finite", massive_weights, LLAMA, restack(LLAMA, broken))
 
 
 def test_adapters_are_refused_by_name(model):
     adapted, _ = SURGERIES["lora"](model, {"rank": 2, "alpha": 4, "targets": "ffn/up"})
-    with pytest.raises(ValueError, match="ffn/up carries adapters"):
-        attacked(adapted)
+    refused("ffn/up carries adapters", attacked, adapted)
     folded, _ = SURGERIES["fold"](adapted)
     assert attacked(folded)[1]["k"] == 3

@@ -1,7 +1,5 @@
 """MLP Fusion's baselines: support points, SVD, pruning; what is counted, and what trains on."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What survivors take over: each way against its formula, solved another way."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,14 +1,11 @@
 """`scripts/compress.py` end to end: what goes, what is written, what transformers makes of it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
 import pytest
 from tiny_models import (
     LLAMA,
-    REPOSITORY,
     config_of,
     our_logits,
     random_params,
@@ -23,7 +20,6 @@ from ffn_heterogeneity.io import load
 from ffn_heterogeneity.io.hf import export
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.surgery.compensation import COMPENSATIONS
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOKENS = np.random.default_rng(3).integers(2, 258, (2, 20))
@@ -196,9 +192,3 @@ def test_an_interrupted_write_leaves_nothing(model, tmp_path, monkeypatch):
     flags = [f"--config.model={model}", f"--workdir={tmp_path / 'run'}"]
     assert "disk full" in run_script("compress", *flags).error
     assert not (tmp_path / "run").exists(), list((tmp_path / "run").rglob("*"))
-
-
-def test_the_config_names_every_compensation():
-    listed = (REPOSITORY / "configs" / "prune.py").read_text()
-    for name in (*COMPENSATIONS, "similarity"):
-        assert any(name in line for line in listed.splitlines() if line.strip().startswith("#"))

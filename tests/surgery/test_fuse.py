@@ -1,7 +1,5 @@
 """MLP Fusion's methods: exactness, the paper's theorem (appendix B) and bound (appendix C)."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -25,6 +23,7 @@ from fusing import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import LLAMA, run_script, save_tiny, tiny_of
+from tiny_runs import refused
 
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.families import count_parameters
@@ -247,17 +246,14 @@ def test_p_is_kept_by_a_save_and_multiplied_in_for_others(tmp_path):
     ],
 )
 def test_bad_settings_are_refused(settings_, words):
-    with pytest.raises(ValueError, match=words):
-        fused(model_of(), **settings_)
+    refused(words, fused, model_of(), **settings_)
 
 
 def test_blocks_that_cannot_be_fused_are_named():
     adapted, _ = SURGERIES["lora"](model_of(), {"targets": "layers/2/ffn/up"})
-    with pytest.raises(ValueError, match=r"layer 2 has ffn/up/lora_a: fold the model first"):
-        fused(adapted)
+    refused(r"layer 2 has ffn/up/lora_a: fold the model first", fused, adapted)
     twice, _ = fused(model_of(), ratio=0.25)
-    with pytest.raises(ValueError, match=r"layer 0 has ffn/neuron_scale: fold the model first"):
-        fused(twice)
+    refused(r"layer 0 has ffn/neuron_scale: fold the model first", fused, twice)
     folded, _ = SURGERIES["fold"](twice, {})
     assert fused(folded, ratio=0.5)[1]["inertia_share"] > 0
     with pytest.raises(ValueError, match="layer 0: canonical=True is of gated blocks"):
@@ -265,5 +261,4 @@ def test_blocks_that_cannot_be_fused_are_named():
     bad = jax.tree.map(np.array, model_of().params)
     for leaf in jax.tree.leaves(bad):
         leaf[..., -1] = np.nan
-    with pytest.raises(ValueError, match="layer 0: ffn/down/kernel holds NaN"):
-        fused(model_of(params=bad))
+    refused("layer 0: ffn/down/kernel holds NaN", fused, model_of(params=bad))

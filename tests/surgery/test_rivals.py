@@ -1,10 +1,9 @@
 """Criteria that look at activations, and neurons that are spared."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, save_tiny, torch_model
+from tiny_runs import refused
 
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch import compress
@@ -153,8 +152,7 @@ def test_what_cannot_be(changes, message, tmp_path, model):
         (tmp_path / "short").write_text("abc " * 300)
         changes = {**changes, "calibration": str(tmp_path / "short")}
     config = config_of("prune", model=str(model), **changes)
-    with pytest.raises(ValueError, match=message):
-        compress.run(config, tmp_path / "run")
+    refused(message, compress.run, config, tmp_path / "run")
 
 
 @pytest.mark.parametrize("setting", ["protect", "lose"])
@@ -181,5 +179,4 @@ def test_a_criterion_of_ones_own_is_given_activations(params, monkeypatch):
 
 def test_an_activation_that_was_not_taken(params):
     ffn = unstack(params)["layers"][0]["ffn"]
-    with pytest.raises(ValueError, match="layer 0: this criterion looks at activations"):
-        layer_scores("bos", ffn, layer=0)
+    refused("layer 0: this criterion looks at activations", layer_scores, "bos", ffn, layer=0)

@@ -1,7 +1,5 @@
 """The formulas of compensation by states, on drawn ones."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

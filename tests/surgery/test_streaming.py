@@ -1,7 +1,5 @@
 """From checkpoint to checkpoint: the bytes of the model in memory, in little memory, or nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Feed-forward blocks found and put back, one a layer or one an expert; surgeries by name."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

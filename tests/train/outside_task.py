@@ -7,8 +7,6 @@ over each of two held-out sets, on the host. A refresh scales the embedding whil
 it be otherwise. `stop`: kills itself after that many steps.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

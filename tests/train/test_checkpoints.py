@@ -168,8 +168,7 @@ def test_every_flipped_bit_of_the_manifest_is_refused(tmp_path):
         bad = bytearray(content)
         bad[place // 8] ^= 1 << place % 8
         path.write_bytes(bad)
-        with pytest.raises(CheckpointError, match="is damaged"):
-            checkpoints.verify(1)
+        refused("is damaged", checkpoints.verify, 1, error=CheckpointError)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"info/metadata": 3}', "{", "\xff"])
@@ -186,8 +185,7 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path):
     sums = json.loads(path.read_text())
     (lost,) = [name for name in sums if name == "info/metadata"]
     path.write_text(json.dumps({name: entry for name, entry in sums.items() if name != lost}))
-    with pytest.raises(CheckpointError, match="does not list info/metadata"):
-        checkpoints.restore(make_state())
+    refused("does not list info/metadata", checkpoints.restore, make_state(), error=CheckpointError)
 
 
 def test_a_bucket_is_sealed_before_orbax_marks_it(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """Classifiers of every family, pooling and file: trained, saved, read here and by transformers."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -94,10 +92,18 @@ def stepped(root: Path, family: str, pooler: bool, pooling: str) -> Path:
     return root / "model"
 
 
-@pytest.mark.parametrize(("file", "pooling"), itertools.product(FILES, POOLINGS))
+# The card has no lines for a scalar mix: two families are enough.
+CASES = [
+    (file, pooling)
+    for file, pooling in itertools.product(FILES, POOLINGS)
+    if pooling != "scalar_mix" or file[0] in ("bert", "llama")
+]
+
+
+@pytest.mark.parametrize(("file", "pooling"), CASES)
 def test_a_trained_classifier_is_the_same_everywhere(root, torch, file, pooling):
     family, pooler = file
-    launched = pooling == "last" or (family in ("bert", "roberta") and pooling == "p32")
+    launched = pooling in ("last", "p32") and family in ("bert", "roberta", "llama")
     make = trained if launched else stepped
     made = make(root / f"{family}_{pooler}_{pooling}", family, pooler, pooling)
     model = load_model(made)
@@ -107,7 +113,7 @@ def test_a_trained_classifier_is_the_same_everywhere(root, torch, file, pooling)
     batch = batch_of(data, range(3), [48], 3)
     ours = np.asarray(logits_of(model.config, RunOptions(), model.params, batch))
     assert np.ptp(ours, axis=0).max() > 1e-4
-    if pooling == "scalar_mix":  # the card has no lines for it
+    if pooling == "scalar_mix":
         return
     np.testing.assert_allclose(theirs.logits(made), ours, atol=1e-5, rtol=1e-5)
     MADE[str(made)] = ours

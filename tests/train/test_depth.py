@@ -15,8 +15,6 @@ the kernels it reads, and later, when A is gone, up to 4 G: gradients, updates (
 them) and the two moments, which XLA for the CPU copies before it overwrites them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time

@@ -1,7 +1,5 @@
 """A dry run's figures against arithmetic from the paper's shapes and against the compiler."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """Early refusals: a run that would trip later does so before its model is fetched or read."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -4,8 +4,6 @@ A tied embedding [V, D] is frozen, and all else but ffn/down. Both of its uses, 
 and making logits, would give it a gradient as soon as one is taken.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

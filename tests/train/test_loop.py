@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from tiny_models import no_file_beyond
+from tiny_runs import refused
 from train_toy import HYPER, L1, NLL, NORM, TOY, ToyBatches, toy_batch, toy_forward, toy_params
 
 from ffn_heterogeneity.io.checkpoints import Checkpoints
@@ -230,8 +231,7 @@ def test_a_full_disk_stops_with_the_way_out_and_resumes(whole, tmp_path, capsys,
         loop._save, error = save, f"{tmp_path}/checkpoints/8 could not be .*: File too.*points/5"
     else:
         loop._report, error = report, f"File too large; put that right.*{log}"
-    with pytest.raises((CheckpointError, OSError), match=error):
-        loop.run()
+    refused(error, loop.run, error=(CheckpointError, OSError))
     assert "to resume: " in capsys.readouterr().err
     again = make_loop(tmp_path, checkpoint_every=5).run()
     assert "checkpoints/5" in capsys.readouterr().err
@@ -248,8 +248,7 @@ def test_the_way_out_is_told_before_the_checkpoints_are_closed(tmp_path, capsys)
         raise OSError("the disk does not answer")
 
     loop.checkpoints.close = close
-    with pytest.raises(OSError, match="does not answer"):
-        loop.run()
+    refused("does not answer", loop.run, error=OSError)
     assert "stopped at step 2; to resume: " in said[0]
 
 
@@ -304,8 +303,7 @@ def test_a_validation_metric_that_is_not_finite_stops(tmp_path):
         return found | ({"validation/nll": float("nan")} if loop.step == 4 else {})
 
     replace_hook(loop, evaluate)
-    with pytest.raises(TrainingDiverged, match="step 4: validation/nll=nan; .*checkpoints/3"):
-        loop.run()
+    refused("step 4: validation/nll=nan; .*checkpoints/3", loop.run, error=TrainingDiverged)
 
 
 def test_a_second_compilation_is_an_error(tmp_path):
@@ -315,8 +313,7 @@ def test_a_second_compilation_is_an_error(tmp_path):
     batches = iter([toy_batch(4, seed=1), toy_batch(4, length=9, seed=2), toy_batch(4)])
     methods = {"__next__": lambda s: next(batches), "get_state": lambda s: {}}
     loop.batches = type("Changing", (), methods)()
-    with pytest.raises(RuntimeError, match="compiled 2 times by step 2"):
-        loop.run()
+    refused("compiled 2 times by step 2", loop.run, error=RuntimeError)
 
 
 def test_data_that_ends_early_is_an_error_and_saved(tmp_path):
@@ -349,8 +346,7 @@ def test_the_largest_may_be_the_best(tmp_path):
     values = {r["step"]: r["validation/norm"] for r in metrics(tmp_path) if "validation/norm" in r}
     assert result.best["value"] == max(values.values()) == values[result.best["step"]]
     assert len(set(values.values())) > 1
-    with pytest.raises(ValueError, match="best_mode='most': choose one of"):
-        make_loop(tmp_path / "other", best_mode="most")
+    refused("best_mode='most': choose one of", make_loop, tmp_path / "other", best_mode="most")
 
 
 def test_hooks_have_their_own_steps(tmp_path):
@@ -371,12 +367,10 @@ def test_another_models_checkpoint_is_refused(tmp_path):
     make_loop(tmp_path, steps=2, evaluate=False).run()
     loop = make_loop(tmp_path, steps=2, evaluate=False)
     loop.state.params["final_norm"]["scale"] = jax.numpy.zeros(7)
-    with pytest.raises(CheckpointError, match=r"leaf 'params.final_norm.scale'.*\[6\].*\[7\]"):
-        loop.run()
+    refused(r"leaf 'params.final_norm.scale'.*\[6\].*\[7\]", loop.run, error=CheckpointError)
 
 
 def test_bad_settings_are_named(tmp_path):
-    with pytest.raises(ValueError, match="steps=0"):
-        LoopConfig(steps=0)
+    refused("steps=0", LoopConfig, steps=0)
     with pytest.raises(ValueError, match="4 rows, which accumulation=3 does not divide"):
         make_loop(tmp_path, accumulation=3, evaluate=False).run()

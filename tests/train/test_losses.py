@@ -1,7 +1,5 @@
 """Losses and monitors as groups of a config: several of one kind, free weights, nothing unknown."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from tiny_models import batch_of, config_of, random_params, tiny_of
+from tiny_runs import refused
 
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.nucl import nucl_term
@@ -149,8 +148,7 @@ def test_terms_are_summed_in_the_registrys_order():
     ],
 )
 def test_what_cannot_be_built_is_named(losses, monitors, message):
-    with pytest.raises(ValueError, match=message):
-        built_of(config_with(losses, monitors))
+    refused(message, built_of, config_with(losses, monitors))
 
 
 # ---- what a term hands to its probes, layer by layer
@@ -198,8 +196,7 @@ def test_a_learnt_weight_a_layer_reaches_the_probe_and_its_gradient_comes_back()
 
 def test_a_probe_of_examples_has_no_average():
     probe = Probe("pooled", lambda seen, batch, extra: seen.block_output[:, -1], kind="example")
-    with pytest.raises(ValueError, match="'pooled' gives a row an example"):
-        probe_term(TermContext("x"), probe)
+    refused("'pooled' gives a row an example", probe_term, TermContext("x"), probe)
 
     def with_probe(*given, probes, **options):
         return causal_lm.forward(*given, probes=(probe,))

@@ -1,8 +1,8 @@
 """A task from outside the package: trained, stopped, planned, evaluated, pruned, attacked."""
 
-from __future__ import annotations
-
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -59,10 +59,12 @@ def run(files, workdir, ways=("alone",), stop=0):
 
 @pytest.fixture(scope="module")
 def alone(files, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("alone") / "run"
-    codes, said = run(files, workdir)
-    assert codes == [0], said
-    (workdir / "said.txt").write_text("".join(said[0]))
+    workdir, said = tmp_path_factory.mktemp("alone") / "run", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        for registry, name, piece in outside_task.ADDED:
+            patch.setitem(registry, name, piece)
+        training.run(outside_task.config_for(files / "model"), workdir)
+    (workdir / "said.txt").write_text(said.getvalue())
     return workdir
 
 
@@ -139,8 +141,7 @@ def test_two_processes_are_one(files, alone, tmp_path):
 
 def test_killed_and_resumed(files, alone, tmp_path):
     assert run(files, tmp_path / "run", stop=3)[0] == [-9]
-    codes, said = run(files, tmp_path / "run")
-    assert codes == [0], said
+    training.run(outside_task.config_for(files / "model"), tmp_path / "run")
     same(alone, tmp_path / "run", 0)
     one, other = (flatten(load_model(x / "model").params) for x in (alone, tmp_path / "run"))
     for path, leaf in one.items():

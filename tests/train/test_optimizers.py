@@ -100,18 +100,6 @@ def test_adafactor_on_a_stack_equals_the_loop_over_layers(scale, factor_from):
         assert_close({path: ours[path]}, {path: np.stack(expected) if stacked else expected[0]})
 
 
-def test_adafactor_on_the_whole_stack_would_differ():
-    """The reason for the vmap: the plain transform factors a stacked [L, n] leaf over layers."""
-    path = "stack/segment_0/slot_0/ffn/down/bias"
-    tree = {path: jnp.asarray(leaves(100)[path])}
-    config = OptimizerConfig("adafactor", min_dim_size_to_factor=2)
-    optimizer = make_optimizer(config, unflatten(tree), {path: True})
-    ours, _ = optimizer.update(tree, optimizer.init(tree), tree, learning_rate=jnp.float32(1))
-    plain = optax.adafactor(None, min_dim_size_to_factor=2, multiply_by_parameter_scale=False)
-    whole, _ = plain.update(tree, plain.init(tree), tree)
-    assert np.abs(np.asarray(whole[path]) - np.asarray(ours[path])).max() > 0.1
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_equals_torch(torch, nesterov):
     rates, start = [0.1, 0.1, 0.1], leaves(0)

@@ -1,7 +1,5 @@
 """The progress bar of a run on a terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """Adapters on a quantised base: it stays, is kept and read back; what comes out folds."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A toy language model, its loss terms and its data."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
