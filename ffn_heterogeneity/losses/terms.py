@@ -118,19 +118,20 @@ def key_of_weight(name: str) -> str:
 
 
 def weights_of(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """`{"losses.<name>.weight": weight}` of the groups of losses that are built."""
-    built = {name: group for name, group in losses.items() if group["weight"] is not None}
-    return {key_of_weight(name): float(group["weight"]) for name, group in built.items()}
+    """`{"losses.<name>.weight": weight}` of the groups of losses that are built.
 
-
-def check_weights(losses: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ValueError where a group has no weight, or one that is negative or not finite."""
+    Raises:
+      ValueError: a group has no weight, or one that is negative or not finite.
+    """
+    weights = {}
     for name, group in losses.items():
+        key = key_of_weight(name)
         if "weight" not in group:
-            key = key_of_weight(name)
             raise ValueError(f"{key} is not given: a loss needs one (None: it is left out)")
         if group["weight"] is not None:
-            check_number(key_of_weight(name), group["weight"], "[0, inf)")
+            check_number(key, group["weight"], "[0, inf)")
+            weights[key] = float(group["weight"])
+    return weights
 
 
 def strict(term: Callable[..., LossTerm]) -> Callable[..., LossTerm]:

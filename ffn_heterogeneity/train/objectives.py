@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from ffn_heterogeneity.heads import Head, make_head
-from ffn_heterogeneity.losses.terms import check_weights
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.block import dropout as drop_out
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
@@ -118,7 +117,6 @@ class Objective:
     together: int = 1
 
     def __post_init__(self):
-        check_weights(self.terms)
         axes = {axis for names, _ in self.batch.values() for axis in names} - {"B"}
         for length in self.lengths:
             for axis, size in length.items():

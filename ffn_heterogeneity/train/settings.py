@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.adapters import RATES, REFRESHES
 from ffn_heterogeneity.data.labelled import steps_of
-from ffn_heterogeneity.losses.terms import check_weights, weights_of
+from ffn_heterogeneity.losses.terms import weights_of
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.build import OBJECTIVES
@@ -116,7 +116,6 @@ class TrainConfig:
             SURGERIES[name].check(settings)
         for name in self.refresh:
             check_choice("refresh", name, tuple(REFRESHES))
-        check_weights(self.losses)
         self.hyper({})
         if self.batch_size % self.accumulation:
             raise ValueError(
