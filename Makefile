@@ -48,7 +48,7 @@ test-all: $(TEST) models
 	@RUN_SLOW=1 $(BIN)/python -m pytest
 
 lint: $(BASE)
-	@$(PIP) -e .[all,eval,slurm,lint]
+	@$(PIP) -e .[all,eval,judge,slurm,lint]
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
