@@ -134,7 +134,7 @@ def few_programs():
     if not maps.exists():
         return
     resident = int(memory.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if resident > 2.2e9 or maps.read_bytes().count(b"\n") > 20_000:
+    if resident > 1.6e9 or maps.read_bytes().count(b"\n") > 20_000:
         import jax
 
         jax.clear_caches()

@@ -121,7 +121,7 @@ def spread(values: Any) -> Any:
 
 def cells(rows: Frame, index: Names) -> Any:
     """A column of a table: the `spread` of the rows with equal `index`, in their order."""
-    return rows.groupby(list(index), sort=False)["cell"].agg(spread)
+    return rows.groupby(list(index), sort=False, dropna=False)["cell"].agg(spread)
 
 
 def table(rows: Frame, index: Names, columns: Mapping[str, Any]) -> Frame:
@@ -143,6 +143,7 @@ def pivot(rows: Frame, labels: Mapping[str, Any], column: Any = None) -> Frame:
       labels: level of the index -> a value for each row; settings as in `one_setting`.
     """
     rows = rows.assign(**labels, column=rows["column"] if column is None else column)
+    rows = rows.fillna(dict.fromkeys([*labels, "column"], "-"))  # a pivot leaves missing ones out
     one_setting(rows, [*labels, "column"])
     return rows.pivot_table("cell", list(labels), "column", aggfunc=spread, sort=False)
 
@@ -241,7 +242,7 @@ def against(
     one_setting(pandas.concat([rows, base]), on, (*free, *index))
     bases = dict(iter(base.groupby(list(on), sort=False)))
     found = {}
-    for key, its in rows.groupby(list(index), sort=False):
+    for key, its in rows.groupby(list(index), sort=False, dropna=False):
         other = bases.get(tuple(its[list(on)].iloc[0]))
         if other is not None and (how is ratio or not set(its["run"]) & set(other["run"])):
             found[key] = (how or difference)(its, other)

@@ -104,10 +104,12 @@ def once(rows: Frame) -> Frame:
     runs = rows.drop_duplicates("run")
     asked = runs["run"].isin(rows[rows.task.notna()]["run"])
     runs, asked = (pandas.concat([x[asked], x[~asked]]) for x in (runs, asked))
-    away = {*frame.FIELDS, "run", "by", "origin", *NO_EFFECT} - {"seed"}
+    measured = ["tasks", "num_fewshot"]  # by runs with tasks, in which others may differ
+    away = {*frame.FIELDS, "run", "by", "origin", *NO_EFFECT} - {"seed", *measured}
     texts = runs[[name for name in runs if not among(name, list(away))]].map(repr)
+    texts.loc[~asked, [name for name in measured if name in texts]] = ""
     texts["stage"] = runs["run"].str.extract(r"/(\d+_\w+)$", expand=False)  # all of one config
-    again = texts.drop(columns="limit", errors="ignore").duplicated() & ~asked
+    again = texts.drop(columns=["limit", *measured], errors="ignore").duplicated() & ~asked
     kept = runs[~texts.duplicated() & ~again]["run"]
     return rows[rows["run"].isin(kept)].reset_index(drop=True)
 
@@ -140,16 +142,23 @@ def draw_all(paper: Paper, frames: Mapping[str, Frame]) -> Iterator[Drawn]:
     for source in (paper.printed, paper.printed.get("ours", {})):
         for kind, drawn in (("tables", draw_table), ("figures", draw_figure)):
             for key, texts in source.get(kind, {}).items():
-                yield drawn(key, texts, _made(paper, key, frames))
+                yield drawn(key, texts, _made(paper, key, texts, frames))
 
 
-def _made(paper: Paper, key: str, frames: Mapping[str, Frame]) -> Frame:
-    """What the function of this name returns, given the frames that it asks for; None without."""
-    function = paper.functions.get(key)
-    asked = inspect.signature(function).parameters.values() if function else ()
+def _made(
+    paper: Paper, key: str, texts: Mapping[str, Any], frames: Mapping[str, Frame]
+) -> Frame | None:
+    """What the function of this name returns, given the frames that it asks for; None of a table
+    that is printed alone."""
+    if key not in paper.functions:
+        if "rows" in texts:
+            return None
+        raise ValueError(f"{paper.name}: no function is named {key!r}, which its JSON has")
+    function = paper.functions[key]
+    asked = inspect.signature(function).parameters.values()
     names = [one.name for one in asked if one.default is one.empty]
     try:
-        return function(**{name: frames[name] for name in names}) if function else None
+        return function(**{name: frames[name] for name in names})
     except ValueError as error:
         raise ValueError(f"{paper.name}, {key}: {error}") from error
 
@@ -195,7 +204,7 @@ def draw_claims(paper: Paper, frames: Mapping[str, Frame]) -> Drawn:
     rows = []
     for key, texts in paper.printed.get("claims", {}).items():
         stated = (texts["statement"], texts["stated"])
-        made = _made(paper, key, frames)
+        made = _made(paper, key, texts, frames)
         for name, its in made.groupby("run_on", sort=False):
             rows.append((*stated, name, *whole(its[["part", "value", "verdict"]].values)))
         if not len(made):

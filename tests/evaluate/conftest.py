@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+from judge_server import KEY, Server
 
 
 @pytest.fixture
@@ -12,3 +13,13 @@ def no_network(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A chat endpoint, and the key of its judge in the environment."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    made = Server()
+    yield made
+    made.close()

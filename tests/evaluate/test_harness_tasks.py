@@ -320,6 +320,7 @@ def test_bad_settings(shared_data, settings, message):
 
 CHOICE, ABC = {"text": ["a"], "label": ["A"]}, {f"answer{x}": x for x in "ABC"}
 ONE = {"question": "q", "options": ["a", "b"], "answer": "A"}
+HELLA = {"activity_label": "l", "ctx_a": "a", "ctx_b": "b"}
 BAD_ROWS = [
     ("mmlu", {"subject": "s", "question": "q", "choices": ["a"], "answer": 0}, "1 choices"),
     ("mmlu", {"subject": "s", "question": "q", "A": "1", "B": "2", "C": "3"}, "no field 'D'"),
@@ -335,6 +336,9 @@ BAD_ROWS = [
     ("race", {"article": "a", "problems": []}, "one or more problems"),
     ("race", {"article": "a", "problems": [ONE]}, "2 options, expected 4"),
     ("lambada_openai", {"text": "word"}, "no last word to predict"),
+    ("swag", {"startphrase": "s", "choices": ["a"] * 5, "answer": 4}, "5 endings, expected 4"),
+    ("swag", {"startphrase": "s", "choices": "abcd", "answer": 1}, "choices"),
+    ("hellaswag", {**HELLA, "endings": [], "label": 0}, "'label' is 0, which is no answer"),
     (
         "copa",
         {"question": "why", "premise": "p", "choice1": "a", "choice2": "b", "label": 0},

@@ -16,7 +16,7 @@ from ffn_heterogeneity import papers
 from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import cells
 from ffn_heterogeneity.report.cells import against, need, one_setting, spread
-from ffn_heterogeneity.report.paper import gather, write_paper
+from ffn_heterogeneity.report.paper import draw_all, gather, write_paper
 from ffn_heterogeneity.report.stats import Spread
 
 REPORTS = [REPOSITORY / f"ffn_heterogeneity/papers/{name}.py" for name in papers.NAMES]
@@ -118,3 +118,20 @@ def test_functions_are_short_and_texts_hold_no_logic(path):
         for kind in ("tables", "figures", "claims"):
             for table in source.get(kind, {}).values():
                 assert table.keys() <= allowed and "{" not in json.dumps(table)[1:]
+
+
+def test_rows_without_a_label_stay():
+    rows = frame(value=[1.0, 2.0, 3.0, 4.0], ratio=["a", "a", None, None], column="c")
+    assert [x.mean for x in cells.cells(rows, ["ratio"])] == [1.5, 3.5]
+    made = cells.pivot(rows, {"ratio": rows.ratio})
+    assert made.index.to_list() == ["a", "-"] and [x.mean for x in made["c"]] == [1.5, 3.5]
+
+
+def test_texts_without_a_function_are_named(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def harmless(runs):\n    return runs\n")
+    claims = {"harmles": {"statement": "s", "stated": "p"}}
+    mine.with_suffix(".json").write_text(json.dumps({"paper": "Mine", "claims": claims}))
+    paper = papers.load(str(mine))
+    with pytest.raises(ValueError, match="no function is named 'harmles'"):
+        list(draw_all(paper, {"runs": frame(value=[1.0] * 4), "curves": frame()}))

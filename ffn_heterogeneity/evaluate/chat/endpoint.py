@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -13,6 +14,8 @@ from ffn_heterogeneity.io.read import parse_json
 from ffn_heterogeneity.wording import check_numbers, extra
 
 LONGEST_BODY = 2**22  # bytes
+# Headers of a request that are sent: not those that the client takes from the environment.
+SENT = ("host", "accept", "accept-encoding", "connection", "content-type", "content-length")
 SHOWN = 2000  # characters of an error's body that are reported
 
 
@@ -58,17 +61,20 @@ class Endpoint:
             raise ValueError(
                 f"url={self.url!r} is no address: write http://<host>:<port> or https://.."
             )
+        if "@" in parts.netloc:
+            raise ValueError(f"url of {parts.hostname}: leave out the user; key_env names a key")
         if not (self.key.isascii() and self.key.isprintable()):
             raise ValueError("the key holds characters that no key has (is it the right variable?)")
         path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
-        self.url = parts._replace(path=f"{path}/v1", fragment="").geturl()
+        self._query = dict(urllib.parse.parse_qsl(parts.query))  # may hold a secret: never shown
+        self.url = parts._replace(path=f"{path}/v1", query="", fragment="").geturl()
         self._body: dict[str, Any] = {"model": self.model}
         if self.temperature is not None:
             self._body["temperature"] = self.temperature
         if self.max_tokens:
             self._body["max_tokens"] = self.max_tokens
-        self._stopped = threading.Event()
-        _library()
+        self._stopped, self._calls = threading.Event(), set()
+        self._client()  # a proxy that it cannot use ends the run before any work
 
     def ask(self, system: str, user: str) -> str:
         """The text that answers the two messages.
@@ -76,29 +82,38 @@ class Endpoint:
         Raises:
           EndpointError: there is none after all tries.
         """
+        # Half of a surrogate pair, which a file may hold, cannot be sent.
+        system, user = (text.encode("utf-8", "replace").decode() for text in (system, user))
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         try:
             return _text_of(self._redacted(asyncio.run(self._answer(messages))))
         except EndpointError as error:
             raise EndpointError(self._redacted(str(error)), error.body) from None
+        except asyncio.CancelledError:
+            raise EndpointError("not asked: the run was ended") from None
 
     def stop(self) -> None:
         """Make calls that wait for another try give up."""
         self._stopped.set()
+        for loop, task, http in list(self._calls):
+            with contextlib.suppress(RuntimeError):  # that call has ended
+                loop.call_soon_threadsafe(_end_wait, task, http)
+
+    def _client(self) -> Any:
+        return _library()[2](timeout=self.timeout, stopped=self._stopped, key=self.key)
 
     async def _answer(self, messages: list[dict[str, str]]) -> str:
         """The body of the answer."""
-        openai, httpx2, http_client = _library()
-        http = http_client(timeout=self.timeout, stopped=self._stopped)
-        # Without a key nothing is sent in its place, not even another one of the environment.
-        headers = {} if self.key else {"Authorization": openai.Omit()}
-        own = {"api_key": self.key or "none", "base_url": self.url, "timeout": self.timeout}
-        client = openai.AsyncOpenAI(**own, max_retries=self.retries, http_client=http)
-        async with client:
+        openai, httpx2, _ = _library()
+        http = self._client()
+        own = {"api_key": "none", "base_url": self.url, "timeout": self.timeout}
+        own |= {"default_query": self._query, "max_retries": self.retries}
+        call = (asyncio.get_running_loop(), asyncio.current_task(), http)
+        async with openai.AsyncOpenAI(**own, http_client=http) as client:
+            self._calls.add(call)
             try:
                 create = client.chat.completions.with_raw_response.create
-                body = self._body | {"messages": messages, "extra_headers": headers}
-                return (await create(**body)).http_response.text
+                return (await create(**self._body, messages=messages)).http_response.text
             except openai.APIStatusError as error:
                 # Redacted before anything is cut: half a key would not be found any more.
                 body, status = self._redacted(error.response.text), error.response
@@ -109,11 +124,19 @@ class Endpoint:
                 why += ": is it there? (--config.timeout gives it longer)"
             except (openai.OpenAIError, httpx2.HTTPError) as error:
                 why, body = f"no connection to {self.url}: {error.__cause__ or error!r}", ""
+            finally:
+                self._calls.discard(call)
         tries = f" ({http.tries} tries)" if http.tries > 1 else ""
         raise EndpointError(why + tries, body[:SHOWN])
 
     def _redacted(self, text: str) -> str:
         return text.replace(self.key, "<key>") if self.key else text
+
+
+def _end_wait(task: Any, http: Any) -> None:
+    """Cancel a call that waits for another try; one that is being answered ends by itself."""
+    if not http.busy:
+        task.cancel()
 
 
 @functools.cache
@@ -127,19 +150,41 @@ def _library() -> tuple[Any, Any, Any]:
     class Client(httpx2.AsyncClient):
         """Follows no redirect, which could take the key elsewhere."""
 
-        def __init__(self, *, stopped: threading.Event, timeout: float):
+        def __init__(self, *, stopped: threading.Event, timeout: float, key: str):
             super().__init__(timeout=timeout)
-            self.seconds, self.stopped, self.tries = timeout, stopped, 0
+            self.seconds, self.stopped, self.key = timeout, stopped, key
+            self.tries, self.busy = 0, False
 
         async def send(self, request: Any, **options: Any) -> Any:
-            """One try: the whole answer, read here: httpx's time-outs restart with every byte."""
+            """One try; where the run was ended meanwhile, the last (the client retries errors)."""
             if self.stopped.is_set():
-                raise openai.OpenAIError("not asked: the run was ended")
-            self.tries += 1
+                raise asyncio.CancelledError
+            self.tries, self.busy = self.tries + 1, True
+            try:
+                response = await self._whole(request, **options)
+            except Exception:
+                if self.stopped.is_set():
+                    raise asyncio.CancelledError from None
+                raise
+            finally:
+                self.busy = False
+            if self.stopped.is_set() and not response.is_success:
+                raise asyncio.CancelledError
+            return response
+
+        def _sent(self, request: Any) -> Any:
+            """The request without what the client adds of itself and of the environment."""
+            headers = {name: value for name, value in request.headers.items() if name in SENT}
+            headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
+            own = {"content": request.content, "extensions": request.extensions}
+            return httpx2.Request(request.method, request.url, headers=headers, **own)
+
+        async def _whole(self, request: Any, **options: Any) -> Any:
+            """The whole answer, read here: httpx's time-outs restart with every byte."""
             response, body = None, bytearray()
             try:
                 async with asyncio.timeout(self.seconds):
-                    response = await super().send(request, **options | {"stream": True})
+                    response = await super().send(self._sent(request), **options | {"stream": True})
                     async for part in response.aiter_bytes():
                         body += part
                         if len(body) > LONGEST_BODY:
@@ -149,17 +194,20 @@ def _library() -> tuple[Any, Any, Any]:
                     raise httpx2.ReadTimeout("", request=request) from None
             except (ValueError, LookupError, OSError) as error:  # headers that no parser expects
                 raise httpx2.RemoteProtocolError(str(error)[:SHOWN], request=request) from None
-            framing = ("content-encoding", "content-length", "transfer-encoding")
-            headers = [(k, v) for k, v in response.headers.items() if k not in framing]
-            return httpx2.Response(
-                response.status_code,
-                headers=headers,
-                content=bytes(body),
-                request=request,
-                extensions=response.extensions,
-            )
+            return _rebuilt(httpx2, request, response, bytes(body))
 
     return openai, httpx2, Client
+
+
+def _rebuilt(httpx2: Any, request: Any, response: Any, body: bytes) -> Any:
+    """The answer with a body that was read already.
+
+    Without its type the text is UTF-8: servers name encodings that are none.
+    """
+    gone = ("content-encoding", "content-length", "transfer-encoding", "content-type")
+    headers = [(name, value) for name, value in response.headers.items() if name not in gone]
+    own = {"request": request, "extensions": response.extensions}
+    return httpx2.Response(response.status_code, headers=headers, content=body, **own)
 
 
 def _text_of(body: str) -> str:

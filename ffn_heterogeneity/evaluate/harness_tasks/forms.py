@@ -41,12 +41,14 @@ def index_of(row: Row, field: str, words: int | list[str] | tuple[str, ...], fir
     )
 
 
-def texts(fields: str, label: int | tuple[str, ...] = 0, first: int = 0) -> Callable[[Row], Row]:
+def texts(
+    fields: str, label: int | tuple[str, ...] | None = None, first: int = 0
+) -> Callable[[Row], Row]:
     """The form of rows of texts, and a "label" counted from `first` on (or one of the words)."""
 
     def form(row: Row) -> Row:
         found: dict[str, Any] = {field: text_of(row, field) for field in fields.split()}
-        if label:
+        if label is not None:
             found["label"] = index_of(row, "label", label, first) + first
         return found
 
@@ -178,8 +180,12 @@ def _problem(row: Row) -> Row:
 
 def swag(row: Row) -> Row:
     """Four endings in "choices" and "answer", or in ending0 to ending3 and "label"."""
-    endings = {f"ending{i}": text for i, text in enumerate(row.get("choices", ()))}
-    row = {**row, **endings, "label": row.get("answer")} if endings else row
+    if "choices" in row:
+        choices = texts_of(row, "choices")
+        if len(choices) != 4:
+            raise DataError(f"field 'choices' has {len(choices)} endings, expected 4")
+        endings = {f"ending{i}": text for i, text in enumerate(choices)}
+        row = {**row, **endings, "label": value_of(row, "answer", object, "an answer")}
     return texts("startphrase ending0 ending1 ending2 ending3", 4)(row)
 
 
