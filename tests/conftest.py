@@ -5,6 +5,7 @@ Tests marked `slow` run with RUN_SLOW=1 (`make test-all`). Tests that need what 
 (`CI=true`) missing data is a failure.
 """
 
+import ctypes
 import gc
 import importlib.metadata
 import importlib.util
@@ -139,6 +140,8 @@ def few_programs():
 
         jax.clear_caches()
         gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # of glibc: what is free goes back
+            libc.malloc_trim(0)
 
 
 @pytest.fixture(scope="session")
