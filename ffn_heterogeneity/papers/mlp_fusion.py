@@ -84,7 +84,7 @@ def count_of(layers: object) -> float | None:
 
 
 def default(rows: Frame) -> Frame:
-    """Those of three quarters of the last four of MiniLM's six layers, and of whole models."""
+    """Runs that keep three quarters of the last four of MiniLM's six layers, and dense models."""
     return rows[rows["size"].isin(["", ", 75% of layers 2-5"])]
 
 

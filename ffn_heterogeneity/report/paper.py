@@ -92,8 +92,7 @@ def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], dict[str
     rows, curves = (frame.plain(one).copy() for one in read)
     states = frame.progress(rows, curves)
     made = {"runs": with_evaluations(rows), "curves": curves}
-    # A copy holds its columns in one piece: functions add others at little cost.
-    return states, {name: with_cells(once(one)).copy() for name, one in made.items()}
+    return states, {name: with_cells(once(one)) for name, one in made.items()}
 
 
 def once(rows: Frame) -> Frame:
@@ -148,8 +147,8 @@ def draw_all(paper: Paper, frames: Mapping[str, Frame]) -> Iterator[Drawn]:
 def _made(
     paper: Paper, key: str, texts: Mapping[str, Any], frames: Mapping[str, Frame]
 ) -> Frame | None:
-    """What the function of this name returns, given the frames that it asks for; None of a table
-    that is printed alone."""
+    """Result of the function of this name, given the frames that it asks for; None of a table that
+    is printed alone."""
     if key not in paper.functions:
         if "rows" in texts:
             return None

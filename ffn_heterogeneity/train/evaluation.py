@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
-from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import place_batch
 from ffn_heterogeneity.train.objectives import Batch
 from ffn_heterogeneity.train.plan import Evaluation
@@ -33,7 +32,6 @@ def validation(
       built: its `accumulation` cuts the batches, too: no more memory than training needs.
       at_end: the sets are those of `Data.at_end`: their metrics are "<set>/<metric>".
     """
-    sharding = partition.batch_sharding(built.mesh, accumulated=False)
     objective = built.objective
     evaluators = [
         make_evaluator(
@@ -41,7 +39,7 @@ def validation(
             None,
             lambda batches=batches: _cut(batches(), built.accumulation),
             terms=built.evaluated_terms,
-            sharding=sharding,
+            sharding=built.examples,
             prefix=_prefix(name, len(held_out) == 1, at_end),
             metrics=objective.metrics,
             decode=objective.evaluate,

@@ -93,6 +93,11 @@ class Evaluation:
         return partition.batch_sharding(self.mesh)
 
     @functools.cached_property
+    def examples(self) -> NamedSharding:
+        """The sharding of batches [B, ...] that are evaluated."""
+        return partition.batch_sharding(self.mesh, accumulated=False)
+
+    @functools.cached_property
     def leaves(self) -> dict[str, Leaf]:
         """Every leaf's declaration, by its path."""
         return declared(self.model, self.params)
@@ -241,7 +246,7 @@ def plan_evaluation(
     config: TrainConfig, objective: Objective, model: Model, mesh: Mesh | AbstractMesh
 ) -> Evaluation:
     """The plan of a run that evaluates alone; errors as `plan`."""
-    terms = make_terms({**objective.terms, **config.losses}, model.config, mesh)
+    terms = make_terms(config.losses_with(objective.terms), model.config, mesh)
     evaluated = (*terms, *make_terms(config.monitors, model.config, mesh, trained=False))
     packed = config.data.get("packing", True)
     options = run_options(

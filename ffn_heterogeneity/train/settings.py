@@ -135,6 +135,13 @@ class TrainConfig:
         rates = [settings.get("dropout", 0.0) for settings in self.prepare.values()]
         return max(rates, default=0.0)
 
+    def losses_with(self, brought: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The groups of losses, with those that an objective brings and the config does not name.
+
+        (Never stored: runs with equal programs differ in their weights.)
+        """
+        return {**brought, **self.losses}
+
     def optimizer_with(self, rates: Sequence[tuple[str, float]]) -> OptimizerConfig:
         """The optimiser with those leaves' own peak learning rates, as factors of the run's."""
         peak = self.schedule["learning_rate"]
@@ -161,7 +168,7 @@ class TrainConfig:
         rate = make_schedule(
             schedule.pop("schedule"), schedule.pop("learning_rate"), total_steps=steps, **schedule
         )
-        constant = {"dropout": self.dropout} | weights_of({**brought, **self.losses})
+        constant = {"dropout": self.dropout} | weights_of(self.losses_with(brought))
         rates = {
             name: RATES[name](settings, steps)
             for name, settings in self.refresh.items()

@@ -95,7 +95,7 @@ def test_sides_are_compared_by_seed_and_have_equal_settings():
 
 
 def test_a_run_that_is_there_twice_counts_once(tmp_path):
-    """As in two sweeps; an evaluation with tasks has the place of one without."""
+    """Two sweeps with one run; an evaluation with tasks replaces one without."""
     tasks = {"piqa": {"n": 9, "acc": 0.5, "acc_low": 0.4, "acc_high": 0.6}}
     runs = [removal(tmp_path / x, 7.0, seed=0, mesh={"data": i}) for i, x in enumerate("ab")]
     runs.append(removal(tmp_path / "c", 7.0, seed=0, tasks=tasks, limit=9))

@@ -18,7 +18,7 @@ from ffn_heterogeneity.report import frame as frames
 
 
 def test_curves_of_a_run_that_has_not_ended(tmp_path):
-    """Of a measurement a layer a row for each."""
+    """A measurement per layer has a row for each layer."""
     rows = [{"step": 1, "psi": [0.5, 0.25], "train/loss": 2.0}, {"step": 2, "train/loss": "nan"}]
     write_run(tmp_path / "begun", {"model": "m", "seed": 3}, rows=rows)
     begun = fh.curves(tmp_path / "begun")
@@ -27,7 +27,7 @@ def test_curves_of_a_run_that_has_not_ended(tmp_path):
 
 
 def test_a_step_that_was_written_twice_has_its_later_row(tmp_path):
-    """As after a crash; a training's row and an evaluation's of one step are both there."""
+    """Rows repeated after a crash; training and evaluation rows of one step are both there."""
     rows = [{"step": 1, "train/loss": x} for x in (3.0, 2.0)]
     write_run(tmp_path / "run", {"model": "m"}, rows=[*rows, {"step": 1, "validation/nll": 5.0}])
     curves = fh.curves(tmp_path / "run")
@@ -72,7 +72,7 @@ def test_numbers_that_are_none_and_text_that_is_markdown(tmp_path):
     [(["prune"], 0.5), ([[1], {}, "prune"], 0.5), (5, None), ("prune", None), (None, None)],
 )
 def test_a_stage_has_the_groups_of_all_stages(tmp_path, stages, ratio):
-    """Those that its parent lists, whatever stands there."""
+    """Points that the parent lists, whatever else is in the directory."""
     write_run(tmp_path, {"stages": stages, "prune": {"ratio": 0.5}})
     write_run(tmp_path / "00_score", {"seed": 1}, {"nll": 2.0})
     (row,) = fh.results(tmp_path).to_dict("records")

@@ -193,7 +193,7 @@ def test_tuning_moves_the_taught_blocks_alone(files, tmp_path):
 
 @pytest.mark.parametrize("states", ["gradient", pytest.param("block", marks=pytest.mark.slow)])
 def test_joined_rows_have_the_loss_of_rows_alone(files, tmp_path, states):
-    """Of all held-out rows, by the forward pass of a training run."""
+    """The loss of all held-out rows, by the forward pass of a training run."""
     few, _ = SURGERIES["fuse"](fh.load_model(files / "bert"), {"ratio": 0.5, "layers": "1-2"})
     fh.save_model(few, tmp_path / "few")
     own = data_of(files) | {"fields": "sentence", "teacher__model": str(files / "bert")}

@@ -46,8 +46,7 @@ def family_by_name(name: str) -> Family:
     Raises:
       ConfigError: unknown; the message lists the known ones.
     """
-    if name not in FAMILIES:
-        raise ConfigError(f"family={name!r:.80}: choose one of {tuple(FAMILIES)}")
+    check_choice("family", name, FAMILIES, ConfigError)
     return FAMILIES[name]
 
 
