@@ -8,8 +8,9 @@ Command:   python scripts/train.py --config=configs/p32_glue.py:<model>,<task> \
            or .tsv file with --config.fields=<a>[,<b>] and the field "label". Surgeries before it
            trains: nf4,lora (QLoRA, the paper's for decoders; an encoder trains whole). Losses
            in addition to the task's: nucl, jreg, diversity.
-           Then scripts/evaluate.py --config=configs/classify.py predicts. Sweeps: --sweep=poolings
-           | few | rivals | depths | fractions.
+           Then scripts/evaluate.py --config=configs/classify.py predicts. Sweeps: --sweep=rates
+           (with --config.data.validation_fraction=0.1: chosen on held-out training rows)
+           | poolings | few | rivals | depths | fractions.
 Hardware:  paper: not stated. MiniLM-L6 and SmolLM2-135M train on a CPU.
 Hours:     paper: not stated. MiniLM-L6 on MRPC, 345 steps of 32 rows, 2 CPU cores: minutes.
 Paper:     hardly any setting is printed ("low learning rate, aggressive clipping"). Ours, of
@@ -97,7 +98,9 @@ FEW_SEEDS = {"seed": (0, 1)}
 SHARED = point("p32-shared", {"pooling": "p32", "lambda_rate": None})
 DEPTHS = {"truncate.blocks": (1, 2, 3, 4, 5, 6), "pooling": ("last",)}
 FRACTIONS = {"data.fraction": (0.2, 0.4, 0.6, 0.8)}
+RATES = {"optimizer.learning_rate": (2e-5, 1e-4)}
 SWEEPS = {
+    "rates": product(RATES, POOLINGS),
     # Table 2 over seeds, the poolings of one seed side by side; and lambda at the model's own rate.
     "poolings": chain(product(SEEDS, POOLINGS), product(FEW_SEEDS, SHARED)),
     "few": product(FEW_SEEDS, POOLINGS),
