@@ -13,7 +13,7 @@ from etils import epath
 from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.sources import read_utf8
 from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
-from ffn_heterogeneity.data.windows import text_windows
+from ffn_heterogeneity.data.windows import document_starts, text_windows, window_documents
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES, RunOptions, choose_dtype
@@ -69,6 +69,7 @@ class TextSettings(ModelSettings):
 
     Attributes:
       window, max_windows, bos: as of `text_windows`; 0 windows: all.
+      window_every: its `every`.
     """
 
     text: str
@@ -76,6 +77,7 @@ class TextSettings(ModelSettings):
     window: int
     max_windows: int
     bos: str
+    window_every: int = 1
 
     def read(self) -> Any:
         """The text, or the ids [windows, length].
@@ -98,8 +100,37 @@ class TextSettings(ModelSettings):
         found = self.read()
         if self.token_ids:
             return found
-        most = self.max_windows or None
-        return text_windows(found, tokenizer_of(model), self.window, most, self.bos)
+        cut = (self.window, self.max_windows or None, self.bos, self.window_every)
+        return text_windows(found, tokenizer_of(model), *cut)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerplexitySettings(TextSettings):
+    """Windows whose perplexity is measured.
+
+    Attributes:
+      document: regular expression of the lines of `text` that begin a document; "": none do.
+    """
+
+    document: str = ""
+
+    def read(self) -> Any:
+        """As `TextSettings`; `document` must match a line.
+
+        Raises:
+          ValueError: as `TextSettings.read` and `document_starts`.
+        """
+        found = super().read()
+        if self.document:
+            if self.token_ids:
+                raise ValueError(f"document={self.document!r} needs text, got token_ids")
+            document_starts(found, self.document)
+        return found
+
+    def documents(self, model: Model, count: int) -> list[int]:
+        """`window_documents` of the first `count` windows."""
+        cut = (self.document, self.window, count, self.window_every)
+        return window_documents(self.read(), tokenizer_of(model), *cut)
 
 
 def prompt_rows(model: Model, texts: Sequence[str], chat: bool = False) -> list[list[int]]:

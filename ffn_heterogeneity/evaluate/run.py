@@ -16,7 +16,7 @@ from ffn_heterogeneity.evaluate.classify import ClassifySettings, classify_file
 from ffn_heterogeneity.evaluate.compressions import NtkSettings, ntk
 from ffn_heterogeneity.evaluate.connectivity import connectivity
 from ffn_heterogeneity.evaluate.displacement import DisplacementSettings, displacement
-from ffn_heterogeneity.evaluate.inputs import ModelSettings, TextSettings
+from ffn_heterogeneity.evaluate.inputs import ModelSettings, PerplexitySettings
 from ffn_heterogeneity.evaluate.lesions import LesionSettings, lesions
 from ffn_heterogeneity.evaluate.massive import MassiveSettings, massive
 from ffn_heterogeneity.evaluate.perplexity import perplexity
@@ -88,9 +88,12 @@ def _chosen(config: Mapping[str, Any]) -> tuple[str, str]:
     return key, config.get(key, "perplexity")
 
 
-def score(settings: TextSettings, model: Model, workdir: epath.Path | None = None) -> dict:
+def score(settings: PerplexitySettings, model: Model, workdir: epath.Path | None = None) -> dict:
     """Perplexity of a model in memory."""
-    results = perplexity(model.config, model.params, settings.rows(model), **settings.how)
+    rows = settings.rows(model)
+    documents = settings.documents(model, len(rows)) if settings.document else None
+    results = perplexity(model.config, model.params, rows, **settings.how)
+    results |= {"window_documents": documents} if documents else {}
     bos = "in token_ids" if settings.token_ids else settings.bos
     return results | {"bos": bos, "model": settings.model}
 
@@ -134,7 +137,7 @@ def _labels_line(results: Mapping[str, Any]) -> str:
 
 
 EVALUATIONS = {
-    "perplexity": Measurement(TextSettings, score, _perplexity_line),
+    "perplexity": Measurement(PerplexitySettings, score, _perplexity_line),
     "tasks": Measurement(HarnessSettings, evaluate_tasks, _tasks_table),
     "answers": Measurement(AnswerSettings, evaluate_answers, _tasks_table),
     "chat": Measurement(ChatSettings, answer_questions, _chat_line),

@@ -57,6 +57,7 @@ _NO_MEASUREMENTS = (
     "protocol",
     "windows",
     "nll_windows",
+    "window_documents",
     "magnitudes",
     "answers",
     "processes",

@@ -14,7 +14,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate import run as evaluation
-from ffn_heterogeneity.evaluate.inputs import TextSettings, prompt_rows, tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import PerplexitySettings, prompt_rows, tokenizer_of
 from ffn_heterogeneity.evaluate.tasks import HarnessSettings, evaluate_tasks
 from ffn_heterogeneity.io.hf.export import pad, save_pretrained
 from ffn_heterogeneity.io.load import Load, Model, load_model
@@ -86,14 +86,16 @@ def surgery(config: ConfigDict, workdir: epath.Path) -> dict:
     return compress.run(config, workdir, text and functools.partial(evaluation.score, text))
 
 
-def check_surgery(config: ConfigDict) -> TextSettings | None:
+def check_surgery(config: ConfigDict) -> PerplexitySettings | None:
     """The text that perplexity is measured on, if any; errors as `surgery`."""
     compress.check_config(config)
     measured = config.get("text") or config.get("token_ids")
     return evaluation.check_config(config) if measured else None
 
 
-def check_config(config: ConfigDict) -> tuple[Surgery, Any, TextSettings, HarnessSettings | None]:
+def check_config(
+    config: ConfigDict,
+) -> tuple[Surgery, Any, PerplexitySettings, HarnessSettings | None]:
     """(what changes the model, its settings or None for no change, the text, the tasks), with their
     files read once, before a model is loaded; errors as `run`."""
     text, tasks = evaluation.check_config(config), None
