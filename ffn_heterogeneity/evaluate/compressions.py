@@ -29,12 +29,14 @@ from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.probes.observe import token_batches
 from ffn_heterogeneity.report.figures import bar_figure
 from ffn_heterogeneity.report.tables import number
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.fuse import Fusion, fuse
 from ffn_heterogeneity.tree import replaced
 from ffn_heterogeneity.wording import check_numbers, markdown_table, settings_from, settings_of
 
-# The block that returns its bias alone: what an output's error is worth is seen beside its.
-BIAS = "bias_only"
+# Baselines: the block that returns its bias alone; as many neurons as the methods keep, drawn at
+# random; and these with zero outgoing weights, a block of the same size that computes nothing.
+BIAS, RANDOM, RANDOM_BIAS = "bias_only", "random", "random_bias_only"
 # Of the block itself, and of the residual stream behind it.
 OUTPUTS = {"output_error": "y", "block_error": "block"}
 
@@ -88,9 +90,10 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
 
     Returns:
       {"layer", "rows", "tokens", "kernel_norm" and "sgd_kernel_norm" (Frobenius, of the whole
-      model's), and of each: {"ntk_error", "sgd_ntk_error": |K - K'|_F; "output_error",
-      "block_error": |y - y'|, averaged over tokens, and "..._words": over those that are no special
-      tokens; "kept_share" of the block's weights}}.
+      model's), "errors": {method: {"ntk_error", "sgd_ntk_error": |K - K'|_F; "ntk_cosine": <K, K'>
+      / (|K| |K'|); "ntk_norm_ratio": |K'| / |K|; "output_error", "block_error": |y - y'|, averaged
+      over tokens, and "..._words": over those that are no special tokens; "kept_share" of the
+      block's weights; "largest_cluster": neurons in the largest cluster, where P is kept apart}}}.
 
     Raises:
       ValueError: as `fuse` and `token_states`; rows that cannot be read.
@@ -133,8 +136,11 @@ def errors_of(
     whole: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], counted: Mapping[str, Any]
 ) -> dict[str, float]:
     """The distances of `ntk`'s results; `counted`: suffix -> the tokens averaged over, [N, T]."""
+    norms = [float(np.linalg.norm(one["adam"])) for one in (whole, other)]
     found = {
         "ntk_error": np.linalg.norm(whole["adam"] - other["adam"]),
+        "ntk_cosine": np.vdot(whole["adam"], other["adam"]) / max(norms[0] * norms[1], 1e-300),
+        "ntk_norm_ratio": norms[1] / max(norms[0], 1e-300),
         "sgd_ntk_error": np.linalg.norm(whole["sgd"] - other["sgd"]),
     }
     for name, state in OUTPUTS.items():
@@ -154,7 +160,11 @@ def _others(settings: NtkSettings, model: Model):
     """(name, model, further results) of everything that is compared with the whole one."""
     for fusion in settings.fusions:
         other, report = fuse(model, fusion)
-        yield fusion.method, other, {"kept_share": report["kept_share"]}
+        kept = {"kept_share": report["kept_share"]}
+        ffn = dict(layer_leaves(other.params, "ffn"))[settings.layer]
+        if "neuron_scale" in ffn:  # the clusters' sizes
+            kept["largest_cluster"] = float(np.max(ffn["neuron_scale"]))
+        yield fusion.method, other, kept
     for path in settings.against:
         other = load_model(path)
         for name in ("n_layers", "d_model", "vocab_size"):
@@ -166,6 +176,11 @@ def _others(settings: NtkSettings, model: Model):
         other = dataclasses.replace(other, config=headed, params=params)
         yield epath.Path(path).name, other, {}
     yield BIAS, without_kernel(model, settings.layer), {}
+    for ratio in sorted({fusion.ratio for fusion in settings.fusions}):
+        drawn = {"criterion": "random", "ratio": ratio, "layers": str(settings.layer)}
+        other, _ = SURGERIES["prune"](model, drawn | {"seed": settings.seed})
+        yield RANDOM, other, {"kept_share": 1 - ratio}
+        yield RANDOM_BIAS, without_kernel(other, settings.layer), {"kept_share": 1 - ratio}
 
 
 def without_kernel(model: Model, layer: int) -> Model:
