@@ -17,7 +17,8 @@ from tiny_models import REPOSITORY, TEXT, WIDE, byte_tokenizer, random_params, r
 from ffn_heterogeneity.io.gguf.export import save_gguf
 
 PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md", "docs/five.md")
-PAGES += tuple(f"docs/howto/{name}.md" for name in ("prune", "add-a-loss", "slurm", "report"))
+HOWTO = ("prune", "shrink", "classify", "adapt", "pretrain", "evaluate", "reproduce", "add-a-loss")
+PAGES += tuple(f"docs/howto/{name}.md" for name in (*HOWTO, "slurm", "report"))
 OWN = "docs/howto/your-own.md"  # run from the wheel, tests/launch/test_console.py
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
 # Settings that are appended to what matches, all that match.
@@ -32,6 +33,7 @@ SMALL = [
     (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1"),
     (r"jreg_pretrain", "--config.shape.layers=2 --config.shape.n_heads=2"),
     (r"jreg_pretrain", "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
+    (r"sweep=criteria", "--only=unpruned --only=entropy"),
     (r"p32_glue|five\.py", "--config.steps=2 --config.batch_size=4 --config.eval.max_batches=1"),
     (r"fuse_recover", "--only=whole --only=method=svd"),
     (r"p32_glue|five\.py|mlp_fusion", "--config.lengths=(32,)"),
@@ -63,6 +65,7 @@ ELSEWHERE = {
     r"launcher=submitit": "there is no cluster (tests/launch/test_sweep_table.py)",
     r"harness\.py": "the harness reads whole tasks (tests/evaluate/test_tasks.py)",
     r"benchmark\.py": "minutes (tests/bench)",
+    r"load_dataset": "from the hub, where there is a network",
     r"gsm8k(?!.*dry_run)": "from the hub, where there is a network",
 }
 
