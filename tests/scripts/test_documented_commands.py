@@ -93,6 +93,7 @@ def after_demo(tmp_path_factory):
     demo.mkdir(parents=True)
     for name in ("train", "heldout"):
         (demo / f"{name}.txt").write_text(TEXT * (50_000 // len(TEXT)))
+    (root / "README.md").write_text(TEXT * (20_000 // len(TEXT)))  # the text of README's commands
     # Rows of MRPC's form and of RTE's, and a table of one's own.
     pair = {"#1 String": "A b.", "#2 String": "A c.", "sentence1": "A b.", "sentence2": "A c."}
     rows = [pair | {"label": i % 2} for i in range(16)]
