@@ -33,6 +33,7 @@ SMALL = [
     (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1"),
     (r"jreg_pretrain", "--config.shape.layers=2 --config.shape.n_heads=2"),
     (r"jreg_pretrain", "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
+    (r"jreg_pretrain\.py:170m", "--config.batch_size=8 --config.accumulation=1"),
     (r"sweep=criteria", "--only=unpruned --only=entropy"),
     (r"p32_glue|five\.py", "--config.steps=2 --config.batch_size=4 --config.eval.max_batches=1"),
     (r"fuse_recover", "--only=whole --only=method=svd"),
@@ -59,7 +60,7 @@ ELSEWHERE = {
     r"^git ": "the clone that this test stands for",
     r"^make": "this is make's own work",
     r"^pip install": "an environment of its own (tests/launch/test_console.py builds the wheel)",
-    r"^source |^export ": "settings of a shell",
+    r"^source |^export |-m venv": "settings of a shell",
     r"^\.\.\. ": "a variation in words",
     r"^scripts/launch/": "printed word for word (test_launch.py)",
     r"launcher=submitit": "there is no cluster (tests/launch/test_sweep_table.py)",
@@ -93,7 +94,8 @@ def after_demo(tmp_path_factory):
     demo.mkdir(parents=True)
     for name in ("train", "heldout"):
         (demo / f"{name}.txt").write_text(TEXT * (50_000 // len(TEXT)))
-    (root / "README.md").write_text(TEXT * (20_000 // len(TEXT)))  # the text of README's commands
+    for name in ("README.md", "wiki.test.raw"):
+        (root / name).write_text(TEXT * (20_000 // len(TEXT)))
     # Rows of MRPC's form and of RTE's, and a table of one's own.
     pair = {"#1 String": "A b.", "#2 String": "A c.", "sentence1": "A b.", "sentence2": "A c."}
     rows = [pair | {"label": i % 2} for i in range(16)]
