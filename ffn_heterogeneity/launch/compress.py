@@ -31,6 +31,7 @@ from ffn_heterogeneity.surgery.streaming import check_streamed, compress_directo
 from ffn_heterogeneity.wording import check_choice
 
 OWN_TEXT = "own_text.jsonl"
+REMOVED = "removed_neurons.json"
 DTYPES = ("as_read", "float32", "bfloat16", "float16")
 
 
@@ -65,7 +66,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     keep_own_text(workdir, results)
     told = describe(surgery.name, results)
     if written and "removed" in results:
-        write_json(target / "removed_neurons.json", published(results))
+        write_json(target / REMOVED, published(results))
     if score and before:
         after = score(load_model(str(target)))
         protocol = {"text": config.text or config.token_ids}

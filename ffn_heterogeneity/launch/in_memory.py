@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.inputs import PerplexitySettings, prompt_rows, tokenizer_of
 from ffn_heterogeneity.evaluate.tasks import HarnessSettings, evaluate_tasks
+from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.hf.export import pad, save_pretrained
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
@@ -48,7 +49,8 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
       load: as `load_model`; a sweep's keeps the model for the next point.
 
     Returns:
-      What `results.json` holds: those of the surgery (of a removal without the lists of neurons;
+      What `results.json` holds: those of the surgery (the removed neurons of each layer are in
+      removed_neurons.json;
       "largest_..." over the layers of what a compensation reports), of the perplexity, of the
       tasks, "answers" to `config.prompts`, and "seconds".
 
@@ -61,6 +63,8 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
     compress.keep_own_text(workdir, results)
     told = compress.describe(surgery.name, results)
     removed = results.pop("removed", None)
+    if any(removed or ()):  # in its own file: results.json stays readable
+        write_json(workdir / compress.REMOVED, removed)
     if config.save_model:
         form = {"export": config.export, "tokenizer": changed.tokenizer, "overwrite": True}
         form["dtype"] = None if config.dtype == "as_read" else config.dtype
