@@ -115,7 +115,7 @@ class PerplexitySettings(TextSettings):
     document: str = ""
 
     def read(self) -> Any:
-        """As `TextSettings`; `document` must match a line.
+        """The text or the ids of `TextSettings.read`; `document` must match a line.
 
         Raises:
           ValueError: as `TextSettings.read` and `document_starts`.

@@ -80,7 +80,7 @@ def run(workdir: epath.Path, models: str | None, steps: int, fresh: bool = False
 
 @products()
 def pieces(workdir: epath.Path, models: str | None, settings: dict) -> dict:
-    """As `run`, in a work directory that is ours."""
+    """Results of `run`, in a work directory that is ours."""
     started = time.time()
     path = fetch_model("smollm2", models)
     train_text, heldout_text = python_manual()

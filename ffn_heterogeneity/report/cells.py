@@ -294,12 +294,13 @@ def z(own: Frame, other: Frame) -> float | None:
 
 
 def paired_units(own: Frame, other: Frame) -> Any:
-    """Mean difference over windows or questions with a bootstrap's interval; None unless both
-    sides have the same ones."""
+    """Mean difference over windows or questions with a bootstrap's interval, which draws documents
+    where they are known; None unless both sides have the same ones."""
     one, base = _units(own), _units(other)
     if not one or one.keys() != base.keys():
         return None
-    return stats.bootstrap([one[unit] - base[unit] for unit in one])
+    documents = [unit[0] for unit in one if isinstance(unit, tuple)]
+    return stats.bootstrap([one[unit] - base[unit] for unit in one], documents)
 
 
 def _units(rows: Frame) -> dict[Any, float]:

@@ -204,7 +204,9 @@ def _steps(path: str, texts: files.Texts, names: Sequence[str]) -> Iterator[dict
 
 
 def units(run: str, spec: str) -> dict[Any, float]:
-    """The value of each window or question behind a measurement of a run; none where it kept none.
+    """The value of each window or question behind a measurement of a run; none where it saved none.
+
+    Windows are named by their places; where their documents are known, (document, place).
 
     Args:
       run: the frame's column of that name.
@@ -217,8 +219,11 @@ def units(run: str, spec: str) -> dict[Any, float]:
         if name.endswith(".jsonl"):
             rows = [parse_object(line, place) for line in text.splitlines()]
             return {row["doc_id"]: float(row[key]) for row in rows if key in row}
-        return {i: float(x) for i, x in enumerate(parse_object(text or "{}", place).get(key, ()))}
-    except (TypeError, KeyError, OverflowError) as error:
+        results = parse_object(text or "{}", place)
+        values = dict(enumerate(map(float, results.get(key, ()))))
+        documents = results.get("window_documents")
+        return {(documents[i], i): x for i, x in values.items()} if documents else values
+    except (TypeError, LookupError, OverflowError) as error:
         raise ValueError(f"{place}: {key} is no number a row ({error})") from None
 
 
