@@ -1,10 +1,11 @@
-"""Surgeries: functions from a model to a model, by name.
+"""Surgeries, by name: functions from a model to a new model and a report.
 
-`SURGERIES[name].function(model, settings, data=None, key=None) -> (model, report)` changes neither
-the model that it is given nor anything outside. `settings` is a mapping, or the surgery's frozen
-dataclass `SURGERIES[name].settings`: names and defaults, which configs read, and what is refused
-whatever the model. scripts/compress.py, stages and sweeps run them by `config.surgery`; those that
-are `abstract` also run on shapes alone, before a training (`config.prepare`).
+`SURGERIES[name].function(model, settings, data=None, key=None) -> (model, report)` has no side
+effects and leaves its arguments unchanged. `settings` is a mapping or the surgery's frozen
+dataclass `SURGERIES[name].settings`, which has the names and defaults (configs read them) and the
+checks that need no model. scripts/compress.py, stages and sweeps run the surgery that
+`config.surgery` names; `abstract` surgeries also run on shapes alone, before training
+(`config.prepare`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from ffn_heterogeneity.wording import settings_from, settings_of
 
 @dataclasses.dataclass(frozen=True)
 class Surgery:
-    """See this module; `abstract`: it also runs under `jax.eval_shape`, and `assumed(settings)`
-    says what it then takes for what only weights would tell ("" for nothing)."""
+    """A named surgery; see this module.
+
+    Attributes:
+      abstract: whether it also runs under `jax.eval_shape`.
+      assumed: settings -> a description of what such a run assumes about the weights, or "".
+    """
 
     name: str
     function: Callable[..., tuple[Any, dict]]
@@ -31,16 +36,16 @@ class Surgery:
     assumed: Callable[[Mapping[str, Any]], str] = lambda settings: ""
 
     def check(self, given: Mapping[str, Any]) -> Any:
-        """The settings that are given; ValueError where one is unknown or out of its range."""
+        """Return the given settings; raise ValueError if one is unknown or out of range."""
         return settings_of(self.settings, given)
 
     def read(self, config: Mapping[str, Any]) -> Any:
-        """The settings among the keys of a config that has others; errors as `check`."""
+        """Return the surgery's settings from a config with more keys; errors as `check`."""
         return settings_from(self.settings, config)
 
     @products()
     def __call__(self, *given: Any, **options: Any) -> tuple[Any, dict]:
-        """What `function` returns; ValueError where that is no model with its report."""
+        """Run `function`; raise ValueError if it does not return (model, report)."""
         found = self.function(*given, **options)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Surgeries on what stands beside kernels: LoRA, DoRA, MacDrop, NF4 put in, all folded away."""
+"""Surgeries that insert LoRA, DoRA, MacDrop or NF4 into kernels, and that fold adapters away."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ffn_heterogeneity.wording import check_numbers, naming, settings_of
 
 @dataclasses.dataclass(frozen=True)
 class Quantised:
-    """Settings of `quantise`; `targets` is found in the paths of kernels ("layers/3/ffn/down")."""
+    """Settings of `quantise`; `targets` is a pattern for kernel paths ("layers/3/ffn/down")."""
 
     targets: str = "attention/|ffn/"
 
@@ -35,7 +35,7 @@ class Quantised:
 
 @dataclasses.dataclass(frozen=True)
 class Lora(Quantised):
-    """Settings of LoRA and DoRA: s = alpha / rank; `dropout` is of what A reads, in training."""
+    """Settings of LoRA and DoRA: s = alpha / rank; `dropout` applies to A's input in training."""
 
     rank: int = 16
     alpha: float = 16.0
@@ -46,25 +46,25 @@ class Lora(Quantised):
         check_numbers(self, rank="[1, inf)", alpha="(-inf, inf)", dropout="[0, 1)")
 
 
-# The settings of a surgery that has none.
+# Settings of a surgery without any.
 Nothing = dataclasses.make_dataclass("Nothing", (), frozen=True)
 
 
 def insert_lora(model: Model, settings: Mapping[str, Any] | Lora, data=None, key=None) -> tuple:
-    """LoRA beside every kernel in whose path `targets` is found.
+    """Add LoRA to every kernel whose path matches `targets`.
 
-    The function of the model is unchanged (B = 0). A kernel's draw depends on the key and its path
-    alone. Runs under `jax.eval_shape` too.
+    The model computes the same function as before (B = 0). The random A of a kernel depends only on
+    the key and the kernel's path. Also runs under `jax.eval_shape`.
 
     Args:
-      settings: of `Lora`.
-      key: of the draws; None: `jax.random.key(0)`.
+      settings: those of `Lora`.
+      key: random key; None: `jax.random.key(0)`.
 
     Returns:
       (the model, {"adapted": paths}).
 
     Raises:
-      ValueError: a rank below 1, no such kernel, or one that has LoRA's leaves already.
+      ValueError: a rank below 1, no matching kernel, or a kernel that already has LoRA's leaves.
     """
     settings = settings_of(Lora, settings)
 
@@ -76,7 +76,7 @@ def insert_lora(model: Model, settings: Mapping[str, Any] | Lora, data=None, key
 
 
 def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
-    """`insert_lora`, and beside each adapted kernel the lengths of its columns, which train."""
+    """Add DoRA: `insert_lora` plus the column norms of each adapted kernel as trained weights."""
     adapted, report = insert_lora(model, settings, key=key)
     pattern = "|".join(f"^{re.escape(path)}$" for path in report["adapted"])
 
@@ -87,16 +87,17 @@ def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
 
 
 def quantise(model: Model, settings: Mapping[str, Any] | Quantised, data=None, key=None) -> tuple:
-    """NF4 in the place of every kernel in whose path `targets` is found.
+    """Quantize every kernel whose path matches `targets` to NF4.
 
     Args:
-      settings: of `Quantised`.
+      settings: those of `Quantised`.
 
     Returns:
-      (the model, {"adapted": paths, "bytes_a_weight": of those kernels}).
+      (the model, {"adapted": paths, "bytes_a_weight": bytes per weight of those kernels}).
 
     Raises:
-      ValueError: no such kernel, one whose inputs are no multiple of 64, or one that has adapters.
+      ValueError: no matching kernel, a kernel whose number of inputs is not a multiple of 64, or
+        one with adapters.
     """
     settings = settings_of(Quantised, settings)
     sizes = []
@@ -120,19 +121,20 @@ def quantise(model: Model, settings: Mapping[str, Any] | Quantised, data=None, k
 def insert_macdrop(
     model: Model, settings: Mapping[str, Any] | macdrop.Macdrop, data=None, key=None
 ) -> tuple:
-    """MacDrop's leaves beside gate and up of the massive layer; without training they do nothing.
+    """Add MacDrop's leaves to gate and up of the massive layer; they act only in training.
 
-    Of shapes alone (a dry run) the layer is `layer` or, unset, the first.
+    On shapes alone (a dry run) the massive layer is assumed to be `layer`, by default the first.
 
     Args:
-      settings: of `macdrop.Macdrop`: k; scope: "massive" (the k massive neurons), "layer" (all of
-        their layer), "others" (all but the k); layer and token as in `attack.massive_weights`.
+      settings: those of `macdrop.Macdrop`: k; scope: "massive" (the k massive neurons), "layer"
+        (all neurons of their layer), "others" (all but the k); layer and token as in
+        `attack.massive_weights`.
 
     Returns:
-      (the model, {"layer" (from 1), "layer_index" (from 0), "indices" of the k}).
+      (the model, {"layer" (from 1), "layer_index" (from 0), "indices" of the k neurons}).
 
     Raises:
-      ValueError: settings out of range, a layer with experts, or one that has MacDrop already.
+      ValueError: settings out of range, a layer with experts, or one that already has MacDrop.
     """
     settings = settings_of(macdrop.Macdrop, settings)
     if is_abstract(model.params):
@@ -157,7 +159,7 @@ def insert_macdrop(
 
 
 def assumed_layer(settings: Mapping[str, Any]) -> str:
-    """The layer that `insert_macdrop` takes of shapes alone; "" where the settings name it."""
+    """Note on the layer that `insert_macdrop` assumes without weights; "" if it is set."""
     if settings_of(macdrop.Macdrop, settings).layer is not None:
         return ""
     return (
@@ -173,17 +175,19 @@ def inserted(
     key: jax.Array | None = None,
     mark: str = "",
 ) -> tuple[Model, dict]:
-    """(the model with the leaves `put(path, leaves, own key)` of each kernel where the pattern is
-    found, {"adapted": their paths}).
+    """Replace the leaves of each kernel whose path matches the pattern by `put(path, leaves, key)`.
 
-    A kernel's own key depends on `key` and its path alone.
+    The key that `put` gets depends only on `key` and the kernel's path.
 
     Args:
-      key: of the draws; None: `jax.random.key(0)`.
-      mark: a leaf by which a kernel that has such leaves already is known.
+      key: random key; None: `jax.random.key(0)`.
+      mark: name of a leaf that shows that a kernel was already adapted in this way.
+
+    Returns:
+      (the model, {"adapted": the paths of those kernels}).
 
     Raises:
-      ValueError: no such kernel, or one that has them already.
+      ValueError: no matching kernel, or one that was already adapted.
     """
     key = jax.random.key(0) if key is None else key
     tree, new, adapted = unstack(model.params), {}, []
@@ -203,13 +207,13 @@ def inserted(
 
 
 def fold_all(model: Model, settings=None, data=None, key=None) -> tuple:
-    """Masks, adapters and P into the kernels: a plain model of the same function."""
+    """Fold masks, adapters and P into the kernels: a plain model with the same outputs."""
     settings_of(Nothing, settings)
     tree = fold(model.config, unstack(jax.tree.map(np.asarray, model.params)))
     return dataclasses.replace(model, params=restack(model.config, tree)), {}
 
 
 def folded(model: Model) -> Model:
-    """Return the model with its adapters in the kernels; a plain model is returned as it is."""
+    """Return the model with its adapters folded into the kernels; a plain model is unchanged."""
     names = {path.rpartition("/")[2] for path in flatten(model.params)}
     return fold_all(model)[0] if names & {*adapter_leaves(), *FFN_LEAVES} else model

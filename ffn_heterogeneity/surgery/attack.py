@@ -1,4 +1,4 @@
-"""Attacks on massive weights: columns of G and U of one layer set to 0 (MW, section 2.3)."""
+"""Attacks on massive weights: set columns of G and U of one layer to 0 (MW, section 2.3)."""
 
 from __future__ import annotations
 
@@ -42,22 +42,21 @@ class Attack:
 def attack(
     model: Model, settings: Mapping[str, Any] | Attack, data=None, key=None
 ) -> tuple[Model, dict]:
-    """Top-k zeroing or retaining of the massive weights: those columns of G and U, or all others of
-    their layer, set to 0.
+    """Set the top-k massive weights ("zero") or all others of their layer ("retain") to 0.
 
-    k = 0 changes nothing under "zero" and silences the layer's whole FFN under "retain". A bias
-    goes with its column (the paper's models have none).
+    The weights are columns of G and U; a bias is zeroed with its column (the paper's models have
+    none). k = 0 changes nothing under "zero" and zeroes the layer's whole FFN under "retain".
 
     Args:
-      settings: of `Attack`.
+      settings: those of `Attack`.
 
     Returns:
       (the model, {"attack", "k", "layer" (from 1), "layer_index" (from 0), "indices",
       "magnitudes"}).
 
     Raises:
-      ValueError: settings out of range for the model, or adapters on that layer's kernels (what
-        they add would stay: fold them first).
+      ValueError: settings out of range for the model, or adapters on that layer's kernels (the
+        attack would not remove their contribution: fold them first).
     """
     settings = settings_of(Attack, settings)
     found = massive_weights(model.config, model.params, settings.layer, settings.token)
@@ -84,10 +83,10 @@ class Massive:
     """The massive layer and its neurons.
 
     Attributes:
-      layer: from 0 (the paper counts from 1).
-      indices: all neurons of that layer by falling |h|, int [M].
+      layer: counted from 0 (the paper counts from 1).
+      indices: all neurons of that layer in descending order of |h|, int [M].
       magnitudes: their |h|, float32 [M].
-      states: |h| of every layer's neurons, float32 [L, M]; narrower layers are filled up with 0.
+      states: |h| of every layer's neurons, float32 [L, M]; narrower layers are padded with 0.
     """
 
     layer: int
@@ -100,17 +99,17 @@ class Massive:
 def massive_weights(
     config: ModelConfig, params: dict, layer: int | None = None, token: int | None = None
 ) -> Massive:
-    """The neurons with the largest |h| = |act(x G) * (x U)| when bos stands alone, in float32.
+    """Find the neurons with the largest |h| = |act(x G) * (x U)| on a lone bos token, in float32.
 
-    The paper gives no rule for the layer. Chosen here: the one with the largest |h| in the first
+    The paper gives no rule for the layer. Here it is the layer with the largest |h| in the first
     half of the stack.
 
     Args:
-      layer: from 0; None: by that rule.
-      token: instead of bos.
+      layer: counted from 0; None: chosen by that rule.
+      token: used instead of bos.
 
     Raises:
-      ValueError: a layer or token out of range, a model without bos, or |h| that is not finite.
+      ValueError: layer or token out of range, a model without bos, or non-finite |h|.
     """
     token = config.bos_id if token is None else token
     if token is None or not 0 <= token < config.vocab_size:
@@ -145,10 +144,10 @@ def _every_state(width: int) -> Probe:
 
 
 def silenced(block: dict, chosen: Sequence[int], attack: str) -> dict:
-    """An FFN's leaves with the chosen (or all other) columns of its incoming kernels set to 0.
+    """Return an FFN's leaves with the chosen (or all other) columns of gate and up set to 0.
 
     Raises:
-      ValueError: those kernels carry adapters.
+      ValueError: those kernels have adapters.
     """
     width = block["up"]["kernel"].shape[-1]
     lost = np.isin(np.arange(width), chosen) == (attack == "zero")

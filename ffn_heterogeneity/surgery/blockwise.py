@@ -1,9 +1,10 @@
-"""Compensation of a smaller model, block by block, by calibration text (`states.METHODS`).
+"""Compensation of a smaller model, block by block, on calibration text (`states.METHODS`).
 
-A layer at a time: its moments are summed over all rows, what is added to its outgoing weights is
-solved for, and the rows' residual streams move on to the next. In memory lie the streams and one
-layer's moments; attention is computed once a layer (twice where it is `sequential`). `observe`
-would hold all layers' moments at once, and cannot put a fitted layer before the next.
+For each layer, the moments are summed over all rows, the correction of its outgoing weights is
+solved for, and the residual streams of the rows are passed to the next layer. Memory holds the
+streams and the moments of one layer; attention is computed once per layer (twice if `sequential`).
+`observe` is not used: it would hold the moments of all layers at once, and could not run a layer on
+top of the fitted one before it.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery.states import METHODS, Moments
 from ffn_heterogeneity.tree import flatten
 
-BATCH = 8  # rows at once
-HELD_OUT = 4  # every fourth row chooses what the others are fitted with
+BATCH = 8  # rows per batch
+HELD_OUT = 4  # every fourth row is held out to choose lambda
 
 
 def compensated(
     model: Model, smaller: Model, method: str, rows: Sequence[np.ndarray], sequential: bool = False
 ) -> tuple[Model, list[dict]]:
-    """(the smaller model with fitted outgoing weights in every block that differs, reports).
+    """Fit the outgoing weights of every block of the smaller model that differs from the dense one.
 
-    Where a norm stands behind the FFN, tokens count by one over the mean square of what the whole
-    block returns, since that norm divides by it [ours].
+    If a norm follows the FFN, a token's weight is one over the mean square of the dense block's
+    output, because that norm divides by it [ours].
 
     Args:
-      model: the whole one, of as many layers; both stay untouched.
-      method: of `states.METHODS`.
-      rows: of token ids, bos first, of any lengths.
-      sequential: inputs are those of the model compensated so far, not the whole model's [ours].
+      model: the dense model, with the same number of layers; neither model is changed.
+      method: a name of `states.METHODS`.
+      rows: token ids, bos first, of any lengths.
+      sequential: the inputs come from the model compensated so far, not the dense model [ours].
 
     Returns:
-      The reports: of each layer that differed {"layer", "tokens"} and what the method reports.
-      Adapters and masks of `down` are folded into its kernel; factors of neurons stay apart.
+      (the smaller model, reports): per changed layer {"layer", "tokens"} and the method's report.
+      Adapters and masks of `down` are folded into its kernel; neuron factors stay separate.
 
     Raises:
-      ValueError: too few rows or tokens; states that are not finite; "bias" where the format has
-        none; weights that no longer fit in their dtype.
+      ValueError: too few rows or tokens; non-finite states; "bias" if the format has none; weights
+        that no longer fit in their dtype.
     """
     if method == "bias" and not smaller.config.ffn_bias:
         raise ValueError(
@@ -83,10 +84,10 @@ def compensated(
 
 
 def batches_of(rows: Sequence[np.ndarray]) -> list[tuple[bool, dict]]:
-    """(whether it is held out, a batch of at most eight rows padded to the longest of all).
+    """Return (is held out, batch) pairs of at most eight rows, padded to the longest row of all.
 
     Raises:
-      ValueError: too few rows to hold any out.
+      ValueError: too few rows to hold one out.
     """
     held = list(rows)[HELD_OUT - 1 :: HELD_OUT]
     if not held:
@@ -109,7 +110,7 @@ def _equal(one: dict, other: dict) -> bool:
     )
 
 
-# ---- the model, a layer at a time
+# ---- the model, layer by layer
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -127,7 +128,7 @@ def _layer(config: ModelConfig, leaves: dict, x: jax.Array, batch: dict) -> jax.
 def _layer_and_sums(
     whole: ModelConfig, small: ModelConfig, leaves: dict, ffn: dict, x: jax.Array, batch: dict
 ) -> tuple[jax.Array, dict]:
-    """The stream behind the whole layer, and the `Moments` of `ffn` in its place."""
+    """Return the stream after the dense layer, and the `Moments` of `ffn` as its replacement."""
     x, seen = causal_lm.one_layer(whole, 0, leaves, x, batch)
     block = FeedForward(small, small.layers[0])
     found, state = block.apply({"params": ffn}, seen.ffn_input)
@@ -136,7 +137,7 @@ def _layer_and_sums(
     state = state if factor is None else state * factor.astype(state.dtype)
 
     def weighed(places: slice) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(weights [B, t], their roots and the states times those [B, t, .]) of some places."""
+        """(weights [B, t], their roots and the states times the roots [B, t, .]) of positions."""
         weight = (batch["segment_ids"] > 0).astype(jnp.float32)[:, places]
         if whole.post_norms:
             output = seen.ffn_output[:, places].astype(jnp.float32)
@@ -167,7 +168,7 @@ def _moved(config: ModelConfig, leaves: dict, streams: Sequence, batches: Sequen
 def _observed(
     configs: tuple, leaves: dict, ffn: dict, streams: Sequence, batches: Sequence, layer: int
 ) -> tuple[list, list[Moments]]:
-    """(the streams behind the whole layer, the moments of rows fitted and of those held out)."""
+    """(the streams after the dense layer, the moments of the fitted and of the held-out rows)."""
     leaves, ffn = jax.device_put((leaves, ffn))
     behind, sums = [], {}
     for x, (is_held, batch) in zip(streams, batches, strict=True):
@@ -182,13 +183,13 @@ def _observed(
 
 
 def _fitted(leaves: dict, moments: list[Moments], method: str, layer: int) -> tuple[dict, dict]:
-    """(the smaller layer with what `method` adds, its report)."""
+    """(the smaller layer with the correction that `method` computes, its report)."""
     ffn, tokens = leaves["ffn"], int(moments[0].tokens + moments[1].tokens)
     kernel = np.asarray(effective_kernel(ffn["down"]))
     width = len(kernel)
     if tokens < width:
         raise ValueError(
-            f"{tokens:,} calibration tokens cannot tell {width:,} kept neurons apart: give "
+            f"{tokens:,} calibration tokens are too few to fit {width:,} kept neurons: give "
             f"calibration_tokens of at least {width:,}, better four times as many"
         )
     fit = METHODS[method](moments[0], moments[1], kernel.astype(np.float64))

@@ -1,4 +1,4 @@
-"""Calibration: rows of token ids for what looks at a model's states."""
+"""Calibration text as rows of token ids, for methods that use a model's states."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from ffn_heterogeneity.io.read import parse_object, read_text
 from ffn_heterogeneity.surgery.own_text import own_rows
 from ffn_heterogeneity.surgery.states import METHODS
 
-# How many tokens of a text, and of the model's own, where nobody says.
+# Default number of tokens of a text file, and of self-generated text.
 OWN, TOKENS, OWN_TOKENS = "own", 2048, 8192
 WINDOW = 512
 KEPT = ".jsonl"
 
 
 def check_calibration(asked: Any, chooser: str = "") -> None:
-    """Refuses what is wrong whatever the model.
+    """Check the calibration settings as far as that is possible without the model.
 
     Args:
       asked: a surgery's settings: compensation, calibration, calibration_tokens, sequential.
-      chooser: what else looks at calibration text, e.g. "criterion 'flap'".
+      chooser: another user of calibration text, e.g. "criterion 'flap'".
 
     Raises:
-      ValueError: there is none, or too little; nothing that could be sequential.
+      ValueError: calibration text is missing or too short, or `sequential` has nothing to act on.
     """
     who, tokens = chooser, asked.calibration_tokens
     if asked.compensation in METHODS:
         who = who or f"compensation {asked.compensation!r}"
     elif asked.sequential:
-        raise ValueError(f"sequential=True is of compensation {', '.join(METHODS)} alone")
+        raise ValueError(f"sequential=True works only with compensation {', '.join(METHODS)}")
     if who and not asked.calibration:
         raise ValueError(
-            f"{who} looks at calibration text: give --config.calibration=<text file>, or own: "
-            "what the model itself writes"
+            f"{who} needs calibration text: give --config.calibration=<text file>, or "
+            "own for self-generated text"
         )
     if tokens is not None and tokens < WINDOW:
         raise ValueError(f"calibration_tokens={tokens}: at least {WINDOW}")
@@ -49,13 +49,13 @@ def check_calibration(asked: Any, chooser: str = "") -> None:
 def calibration_rows(
     model: Model, calibration: str, tokens: int | None = None, seed: int = 0
 ) -> Sequence[np.ndarray]:
-    """Rows of token ids, bos and at most 512 tokens each, `tokens` in all.
+    """Return rows of token ids, each bos and at most 512 tokens, with `tokens` tokens in all.
 
     Args:
-      calibration: a UTF-8 text; "own": what the model writes (`own_text.own_rows`); or a .jsonl
-        file of rows that `write_rows` kept.
-      tokens: of a text a multiple of 512; None: 2,048, of the model's own text 8,192, of kept rows
-        all. The first of them.
+      calibration: a UTF-8 text file; "own" for self-generated text (`own_text.own_rows`); or a
+        .jsonl file of rows that `write_rows` saved.
+      tokens: how many tokens to take from the start; of a text file a multiple of 512. None: 2,048
+        of a text file, 8,192 of self-generated text, all of saved rows.
 
     Raises:
       ValueError: no tokenizer, a text that is too short, rows of another model, or as `own_rows`.
@@ -68,7 +68,7 @@ def calibration_rows(
         raise ValueError(f"{model.source} has no tokenizer to read the calibration text with")
     windows, rest = divmod(tokens or TOKENS, WINDOW)
     if rest:
-        raise ValueError(f"calibration_tokens={tokens}: of a text a multiple of {WINDOW}")
+        raise ValueError(f"calibration_tokens={tokens}: expected a multiple of {WINDOW}")
     rows = text_windows(read_utf8(calibration), model.tokenizer, WINDOW, max_windows=windows)
     if len(rows) < windows:
         needed = f"{windows} are needed for {windows * WINDOW:,} tokens"
@@ -77,15 +77,16 @@ def calibration_rows(
 
 
 def write_rows(path: Path, rows: Sequence[np.ndarray]) -> None:
-    """Keeps rows of token ids, a JSON object a line."""
+    """Save rows of token ids, one JSON object per line."""
     path.write_text("".join(json.dumps({"tokens": row.tolist()}) + "\n" for row in rows))
 
 
 def read_rows(model: Model, path: str, tokens: int | None = None) -> list[np.ndarray]:
-    """The rows that `write_rows` kept, the last cut where `tokens` (bos not counted) are reached.
+    """Read rows that `write_rows` saved; the last is cut at `tokens` tokens (bos not counted).
 
     Raises:
-      ValueError: lines that are no such rows, ids that the model has not, another bos, too few.
+      ValueError: malformed lines, ids outside the model's vocabulary, another bos, or too few
+        tokens.
     """
     rows, left, config = [], np.inf if tokens is None else tokens, model.config
     for number, line in enumerate(read_text(path).splitlines(), 1):

@@ -1,20 +1,21 @@
-"""Compensation: the survivors take over from the neurons that go, W_rest += Lambda^T W_gone.
+"""Compensation of the remaining weights for the removed neurons, W_rest += Lambda^T W_gone.
 
-Lambda [gone, survivors] says how much of each survivor stands for a neuron that goes:
+Row i of Lambda [gone, survivors] approximates removed neuron i by a combination of the survivors:
 
 - none: 0.
-- sum (Srinivas & Babu 2015): 1 for the survivor it was merged into, where the selection merges;
-  else [ours] for the one with the nearest incoming vector.
+- sum (Srinivas & Babu 2015): 1 for the survivor that the neuron was merged into, if the selection
+  merges; else [ours] for the survivor with the nearest incoming vector.
 - least_squares (Stahlberg & Byrne 2017, data-free form): argmin |E_gone - Lambda E_rest|^2 for all
-  of them together, E the incoming vectors; of several the one of minimum norm.
+  removed neurons together, where E are the incoming vectors; the minimum-norm solution.
 - ridge: the same with + mu |Lambda|^2, mu = RIDGE times the mean squared length of a survivor's
   vector, which is the mean diagonal of the survivors' Gram matrix.
-- scaled [ours]: c for the survivor i whose multiple stands nearest. Gated: c multiplies U_i alone,
+- scaled [ours]: c for the survivor i whose multiple is nearest. Gated: c multiplies U_i alone,
   min_c |G_j - G_i|^2 + |U_j - c U_i|^2, exact for every activation where G_j = G_i, U_j = c U_i.
   Plain: min_{c >= 0} |e_j - c e_i|^2, exact for ReLU where e_j = c e_i.
 
-Those of states over calibration text (`states.METHODS`) follow a removal (`blockwise.compensated`).
-Ties go to the lowest survivor. What is solved is in float64; W returns to its own dtype at the end.
+Compensations that use states on calibration text (`states.METHODS`) run after the removal
+(`blockwise.compensated`). Ties go to the lowest survivor. The systems are solved in float64; W is
+cast back to its dtype at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ffn_heterogeneity.surgery.weights import CACHED, Outgoing, blocks, incoming
 from ffn_heterogeneity.wording import check_choice
 
 RIDGE = 0.1
-_PRODUCTS = 1 << 21  # numbers of a block of products with all survivors
+_PRODUCTS = 1 << 21  # elements in a block of products with all survivors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Problem:
     """One layer's neurons.
 
     Attributes:
-      vectors: E [m, p], as `weights.incoming`; the first `gate` coordinates belong to "gate".
+      vectors: E [m, p], from `weights.incoming`; the first `gate` coordinates belong to "gate".
       weights: W.
       kept, gone: indices, ascending.
       merges: (survivor, removed) of each step of a selection that merges, else None.
@@ -55,7 +56,7 @@ class Problem:
     merges: np.ndarray | None
 
     def squares(self, neurons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Squared lengths of those neurons' vectors: (of "gate", of "up")."""
+        """Squared norms of those neurons' incoming vectors: (of "gate", of "up")."""
         found = np.empty((2, len(neurons)))
         for part in blocks((len(neurons), self.vectors.shape[1]), _PRODUCTS):
             rows = self.vectors[neurons[part]].astype(np.float64) ** 2
@@ -64,21 +65,21 @@ class Problem:
         return found[0], found[1]
 
 
-# A slice of the survivors -> their new rows of W, float64.
+# Maps a slice of the survivors to their new rows of W, float64.
 Rows = Callable[[slice], np.ndarray]
 
 
 def outgoing_of_survivors(
     name: str, ffn: dict, gone: np.ndarray, merges: np.ndarray | None = None
 ) -> tuple[np.ndarray, dict]:
-    """The survivors' W [s, n] after compensation, in the dtype of W, and what it took.
+    """Return the survivors' W [s, n] after compensation, in the dtype of W, and a report.
 
-    Masks, adapters and factors of W are in it.
+    Masks, adapters and neuron factors of W are folded into it.
 
     Returns:
       (W, {"lambda_norm": Frobenius norm, "lambda_max": largest |entry|, "residual":
-      |E_gone - Lambda E_rest| / |E_gone| (scaled: with U_i scaled), "condition": of the system,
-      the ratio of its extreme singular values; None where nothing is solved}).
+      |E_gone - Lambda E_rest| / |E_gone| (scaled: with U_i scaled), "condition": the ratio
+      of the system's extreme singular values; None if no system is solved}).
 
     Raises:
       ValueError: unknown name; non-finite weights; the result does not fit in W's dtype.
@@ -89,7 +90,7 @@ def outgoing_of_survivors(
     problem = Problem(vectors, gate, outgoing(ffn), kept, np.sort(gone), merges)
     rows, report = _METHODS[name](problem)
     kernel = np.empty((len(kept), problem.weights.kernel.shape[1]), problem.weights.kernel.dtype)
-    with np.errstate(over="ignore"):  # refused below
+    with np.errstate(over="ignore"):  # raises the error below
         for part in blocks(kernel.shape, CACHED):
             kernel[part] = rows(part)
     if not all_finite(kernel):
@@ -105,7 +106,7 @@ def _sum(problem: Problem) -> tuple[Rows, dict]:
     if problem.merges is None:
         groups = neighbours.duplicate_groups(vectors[problem.kept])
         alive = np.zeros(len(vectors), bool)
-        alive[problem.kept[groups]] = True  # the lowest of equal ones stands for all
+        alive[problem.kept[groups]] = True  # the lowest index represents equal vectors
         into, squared = neighbours.Neighbours(vectors, alive).nearest(problem.gone)
         steps = zip(into.tolist(), problem.gone.tolist(), strict=True)
     else:
@@ -142,7 +143,7 @@ def _scaled(problem: Problem) -> tuple[Rows, dict]:
 
 
 def _nearest_multiple(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each neuron that goes: (survivor, its factor c, squared distance)."""
+    """Return (survivor, its factor c, squared distance) for each removed neuron."""
     into = np.empty(len(problem.gone), np.int64)
     factor, squared = np.empty(len(problem.gone)), np.empty(len(problem.gone))
     gate = problem.gate
@@ -157,7 +158,7 @@ def _nearest_multiple(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndar
             distance[:, some] = gate_squares[some] - 2 * (gone[:, :gate] @ rest[:, :gate].T)
         explained = factors**2 * up_squares
         distance += lengths - explained
-        # The products round; what may be nearest is measured.
+        # The products have rounding errors: the candidates' distances are measured exactly.
         margin = 1e-12 * (lengths + gate_squares + explained)
         limit = (distance + margin).min(axis=1, keepdims=True)
         row, column = np.nonzero(distance - margin <= limit)
@@ -171,7 +172,7 @@ def _nearest_multiple(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndar
 def _measured_multiples(
     problem: Problem, part: slice, row: np.ndarray, column: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(c, squared distance) of pairs: neurons that go and survivors, by their places."""
+    """(c, squared distance) of pairs of a removed neuron and a survivor, given by position."""
     c, squared = np.empty(len(row)), np.empty(len(row))
     for some in blocks((len(row), problem.vectors.shape[1]), _PRODUCTS):
         gone = problem.vectors[problem.gone[part][row[some]]].astype(np.float64)
@@ -186,7 +187,7 @@ def _measured_multiples(
 
 
 def _factors(products: np.ndarray, squares: np.ndarray, gated: int) -> np.ndarray:
-    """The best multiples of vectors with these squares; without a gate none is negative."""
+    """Best factors c for vectors with these squared norms; not negative without a gate."""
     c = np.divide(products, squares, out=np.zeros_like(products), where=squares > 0)
     return c if gated else np.maximum(c, 0)
 
@@ -198,7 +199,7 @@ def _solved(problem: Problem, ridge: float) -> tuple[Rows, dict]:
 
 
 def _changed_rows(problem: Problem, changed: dict[int, np.ndarray]) -> Rows:
-    """Rows of the survivors: `changed`, the others as they were."""
+    """Rows of the survivors: those in `changed`, and the others unchanged."""
 
     def rows(part: slice) -> np.ndarray:
         neurons = problem.kept[part]

@@ -1,14 +1,14 @@
-"""Removal criteria: functions of ONE block's leaves -> scores [m]; the highest go first.
+"""Removal criteria: functions of ONE block's leaves -> scores [m]; the highest is removed first.
 
 NUCL, section 4.2. r_i = |W_i| / sum_j |W_ij| is the distribution of neuron i's outgoing weights,
-W = down/kernel [m, n], one row per inner neuron. Scores decide which neurons go, so they are
-computed in float64 on the host, one layer at a time and a few neurons at a time; the streaming
-form is the same code.
+W = down/kernel [m, n], one row per inner neuron. Scores are computed in float64 on the host, one
+layer and a few neurons at a time, so rounding does not decide which neurons are removed. The
+streaming surgery uses the same code.
 
-A neuron whose outgoing weights are all zero does nothing: every data-free criterion removes it
-first (the paper does not meet this case; removing it is exact).
+A neuron whose outgoing weights are all zero has no effect: every data-free criterion removes it
+first (a case that the paper does not treat; the removal is exact).
 
-"similarity" is a criterion without scores: what goes next depends on what went before
+"similarity" is a criterion without scores: each choice depends on the earlier removals
 (`similarity.py`).
 """
 
@@ -28,7 +28,7 @@ from ffn_heterogeneity.losses.nucl_exact import STATISTICS, distributions
 from ffn_heterogeneity.surgery.weights import CACHED, blocks, finite_kernel, outgoing
 from ffn_heterogeneity.wording import check_known, naming
 
-# What `seen.seen_states` says of a layer; None: nothing was looked at.
+# A layer's entry of `seen.seen_states`; None: no activations were recorded.
 Seen = Mapping[str, Any] | None
 
 
@@ -50,7 +50,7 @@ def _dead_first(scores: np.ndarray, dead: np.ndarray) -> np.ndarray:
 
 
 def entropy(ffn: dict, rng: np.random.Generator) -> np.ndarray:
-    """H(r_i) = -sum_j r_ij log r_ij (nats): the most uniform neurons have the highest."""
+    """H(r_i) = -sum_j r_ij log r_ij (nats): highest for neurons with the most uniform weights."""
     return _heterogeneity(ffn, "entropy")
 
 
@@ -65,7 +65,7 @@ def mstd(ffn: dict, rng: np.random.Generator) -> np.ndarray:
 
 
 def magnitude(ffn: dict, rng: np.random.Generator) -> np.ndarray:
-    """-sum_j W_ij^2: the smallest outgoing norm goes first."""
+    """-sum_j W_ij^2: neurons with the smallest outgoing norm are removed first."""
 
     def scores(rows: np.ndarray) -> np.ndarray:
         # Sums of squares of float32 weights neither overflow nor vanish in float64.
@@ -75,17 +75,17 @@ def magnitude(ffn: dict, rng: np.random.Generator) -> np.ndarray:
 
 
 def largest_outgoing(ffn: dict, rng: np.random.Generator) -> np.ndarray:
-    """-max_j |W_ij| [ours]: the neuron whose largest outgoing weight is smallest goes first."""
+    """-max_j |W_ij| [ours]: the neuron with the smallest maximum is removed first."""
     return _row_by_row(ffn, lambda rows: _dead_first(-np.abs(rows).max(1), ~rows.any(axis=1)))
 
 
 def _incoming(
     ffn: dict, function: Callable[[np.ndarray], np.ndarray], join: Callable = np.add
 ) -> np.ndarray:
-    """-join(function(gate's columns), function(up's)), rows float64 [b, p] -> [b]; the dead first.
+    """-join(function(gate's columns), function(up's)), rows float64 [b, p] -> [b]; dead ones first.
 
-    OptiPFair's rules (0.4, arXiv 2512.22671): what they call lowest goes first. They know gated
-    FFNs alone; in a plain one "up" stands by itself [ours].
+    OptiPFair's rules (0.4, arXiv 2512.22671) remove the lowest values first. They are defined for
+    gated FFNs only; for a plain FFN only "up" counts [ours].
     """
     found = [_columns(ffn, name, function) for name in ("gate", "up") if name in ffn]
     dead = _row_by_row(ffn, lambda rows: ~rows.any(axis=1))
@@ -93,42 +93,42 @@ def _incoming(
 
 
 def _columns(ffn: dict, name: str, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """`function` (columns of an incoming kernel as rows [b, p], float64) -> [b], of all neurons."""
+    """`function` (columns of an incoming kernel as rows [b, p], float64) -> [b], all neurons."""
     columns = by_rows(finite_kernel(ffn[name], f"ffn/{name}/kernel").T)
     parts = blocks(columns.shape, CACHED)
     return np.concatenate([function(columns[x].astype(np.float64)) for x in parts])
 
 
 def maw(ffn: dict, rng: np.random.Generator) -> np.ndarray:
-    """Maximum absolute weight (PPM): max + |min| of gate's column, plus the same of up's."""
+    """Maximum absolute weight (PPM): max + |min| of gate's column, plus the same for up's."""
     return _incoming(ffn, lambda rows: rows.max(1) + np.abs(rows.min(1)))
 
 
 def vow(ffn: dict, rng: np.random.Generator) -> np.ndarray:
-    """Variance of weights: of gate's column plus of up's."""
+    """Variance of weights: variance of gate's column plus variance of up's column."""
     return _incoming(ffn, lambda rows: rows.var(1))
 
 
 def pon(ffn: dict, rng: np.random.Generator) -> np.ndarray:
-    """Product of norms: L1 of gate's column times that of up's."""
+    """Product of norms: L1 norm of gate's column times L1 norm of up's column."""
     return _incoming(ffn, lambda rows: np.abs(rows).sum(1), np.multiply)
 
 
 def bos(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
-    """-|h| when bos stands alone [ours]: what bos hardly moves goes first."""
+    """-|h| on a lone bos token [ours]: neurons with the smallest states are removed first."""
     return _of_states(ffn, activations, lambda seen: seen["bos"])
 
 
 def mean_state(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
-    """-mean |h| over calibration text, bos left out (as Minitron, 2407.14679, ranks neurons)."""
+    """-mean |h| over calibration text without bos (Minitron's ranking, 2407.14679)."""
     return _of_states(ffn, activations, lambda seen: seen["mean"])
 
 
 def optipfair(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
-    """OptiPFair's hybrid: (p2p(gate) / max + p2p(up) / max + p2p(down) / max) ||h||_2, lowest goes.
+    """OptiPFair's hybrid: (p2p(gate) / max + p2p(up) / max + p2p(down) / max) ||h||_2.
 
-    p2p is a neuron's largest weight less its smallest, the maximum is over the layer's neurons, h
-    over calibration text.
+    The lowest is removed first. p2p is a neuron's largest weight minus its smallest; each max is
+    over the layer's neurons; h is taken over calibration text.
     """
 
     def spread(rows: np.ndarray) -> np.ndarray:
@@ -141,14 +141,14 @@ def optipfair(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> 
 
 
 def wanda_sp(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
-    """Wanda-sp: ||h||_2 over calibration text times |W_i|_2; the lowest goes first."""
+    """Wanda-sp: ||h||_2 over calibration text times |W_i|_2; the lowest is removed first."""
     return _of_states(ffn, activations, lambda seen: seen["norm"] * np.sqrt(_squares(ffn)))
 
 
 def flap(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
-    """FLAP (AAAI 2024): the variance of h over calibration text times |W_i|^2, the lowest goes.
+    """FLAP (AAAI 2024): the variance of h over calibration text times |W_i|^2, lowest first.
 
-    Its bias is the compensation "bias".
+    FLAP's bias correction is the compensation "bias".
     """
 
     def variance(seen: dict) -> np.ndarray:
@@ -163,12 +163,12 @@ def _squares(ffn: dict) -> np.ndarray:
 
 
 def _of_states(ffn: dict, activations: Seen, function: Callable[[Any], np.ndarray]) -> np.ndarray:
-    """-function(what `seen.seen_states` says of the layer); the dead first."""
+    """-function(the layer's entry of `seen.seen_states`); dead neurons first."""
     try:
         values = function(activations or {})
     except KeyError as error:
         raise ValueError(
-            f"this criterion looks at activations ({error}), and none were taken: see "
+            f"this criterion needs activations ({error}), and none were recorded: see "
             "surgery/seen.py"
         ) from None
     dead = _row_by_row(ffn, lambda rows: ~rows.any(axis=1))
@@ -183,8 +183,8 @@ def random(ffn: dict, rng: np.random.Generator) -> np.ndarray:
 Criterion = Callable[..., np.ndarray]
 
 # Name -> (FFN leaves of one block, generator, activations=None) -> float64 [m], the highest removed
-# first; one that looks at no activations may leave the last argument out. Scores of different
-# layers are compared where one global budget is asked for.
+# first. A criterion that uses no activations may omit the last argument. With budget="global",
+# scores of different layers are compared.
 CRITERIA: dict[str, Criterion] = {
     "entropy": entropy,
     "gini": gini,
@@ -201,12 +201,11 @@ CRITERIA: dict[str, Criterion] = {
     "wanda_sp": wanda_sp,
     "flap": flap,
 }
-# Those that look at what neurons do on bos, and on calibration text; one of your own that does is
-# appended.
+# Criteria that use activations on bos, and on calibration text. Append a new one that does.
 ON_BOS, ON_TEXT = ["bos"], ["mean_state", "optipfair", "wanda_sp", "flap"]
 
 
-# The criterion that merges as it goes (Srinivas & Babu 2015).
+# The criterion that merges neurons step by step (Srinivas & Babu 2015).
 SIMILARITY = "similarity"
 
 
@@ -214,7 +213,7 @@ def scoring(name: str) -> Callable[..., np.ndarray]:
     """Return the criterion of that name, which scores neurons.
 
     Raises:
-      ValueError: there is no such criterion, or it is the one that has no scores.
+      ValueError: an unknown criterion, or the one that has no scores.
     """
     check_known([name], sorted((*CRITERIA, SIMILARITY)), "criterion")
     if name == SIMILARITY:
@@ -226,10 +225,10 @@ def scoring(name: str) -> Callable[..., np.ndarray]:
 
 
 def check_named(setting: str, spec: str) -> tuple[str, float]:
-    """("bos", 5.0) of "bos:5", a value of `RemovalPlan.protect` or `RemovalPlan.lose`.
+    """Parse a value of `RemovalPlan.protect` or `RemovalPlan.lose`: "bos:5" -> ("bos", 5.0).
 
     Raises:
-      ValueError: it names no neurons; "random" names those to lose alone.
+      ValueError: the value is malformed, or it is "random" and the setting is `protect`.
     """
     kind, _, size = spec.partition(":")
     drawn, more = ((), "") if setting == "protect" else (("random",), ", random:5 or random:0.01")
@@ -243,8 +242,10 @@ def check_named(setting: str, spec: str) -> tuple[str, float]:
 
 
 def named(kind: str, size: float, ffn: dict, activations: Seen = None) -> np.ndarray:
-    """The neurons of a layer that `RemovalPlan.protect` spares, or that `RemovalPlan.lose` names,
-    the first the loudest on bos or the one of lowest entropy."""
+    """Neurons of a layer that `RemovalPlan.protect` or `RemovalPlan.lose` names.
+
+    They are ordered by descending |h| on bos, or by ascending entropy.
+    """
     if kind == "entropy":
         scores = entropy(ffn, np.random.default_rng(0))
         return np.argsort(scores, kind="stable")[: math.ceil(size * len(scores))]
@@ -265,14 +266,14 @@ def layer_scores(
     reverse: bool = False,
     protect: str = "",
 ) -> np.ndarray:
-    """Scores [m] of one block, float64; `reverse` turns the order round (the sanity row), and
-    whoever `protect` spares has -inf.
+    """Scores [m] of one block, float64.
 
-    The generator depends on (seed, layer, expert) alone, so a layer's choice does not depend on
-    which other layers are chosen, and each expert draws for itself.
+    `reverse` inverts the order (a sanity check); neurons that `protect` names get -inf. The random
+    generator depends only on (seed, layer, expert), so a layer's choice does not depend on which
+    other layers are chosen, and experts draw independently.
 
     Args:
-      activations: of `seen.seen_states`, of that layer; None: none were taken.
+      activations: the layer's entry of `seen.seen_states`; None: not recorded.
 
     Raises:
       ValueError: unknown criterion or one without scores, or non-finite weights (the message names

@@ -1,6 +1,6 @@
-"""MLP Fusion's baselines that keep every neuron: truncated SVD, and weights taken out one by one.
+"""MLP Fusion's baselines that keep every neuron: truncated SVD and unstructured pruning.
 
-A method is (blocks, kept share of their weights) -> the new blocks; `Place`s stay.
+A method is (blocks, kept share of their weights) -> new blocks under the same `Place`s.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Blocks = Mapping[Place, dict]
 
 
 def svd(blocks: Blocks, share: float) -> dict[Place, dict]:
-    """Each kernel [n, k] as factors of rank floor(share n k / (n + k)), both of which train.
+    """Replace each kernel [n, k] by two trainable factors of rank floor(share n k / (n + k)).
 
-    The factors then have at most that share of the kernel's parameters; the paper's 4 / 5 s p is
-    this at k = 4 n. The rank is at least 1.
+    The factors have at most that share of the kernel's parameters; at k = 4 n the rank is the
+    paper's 4 / 5 s p. The rank is at least 1.
     """
 
     def factored(leaves: dict) -> dict:
@@ -37,9 +37,9 @@ def svd(blocks: Blocks, share: float) -> dict[Place, dict]:
 
 
 def unstructured(blocks: Blocks, share: float) -> dict[Place, dict]:
-    """A fixed mask on every kernel: the weights of largest size stay, over all blocks together.
+    """Put a fixed mask on every kernel that keeps the largest weights of all blocks together.
 
-    Of weights of one size at the border all stay; what a mask took out before stays out.
+    Weights tied at the threshold are all kept; weights that were already masked stay masked.
     """
     named = [(place, name) for place, ffn in blocks.items() for name in ffn]
     every = (blocks[place][name] for place, name in named)
@@ -53,7 +53,7 @@ def unstructured(blocks: Blocks, share: float) -> dict[Place, dict]:
 
 
 def highest_share(values: Sequence[np.ndarray], share: float) -> list[np.ndarray]:
-    """True where a value stays: the highest of all arrays together, equals at the border too."""
+    """True for the highest values of all arrays together, ties at the threshold included."""
     every = np.concatenate([own.ravel() for own in values])
     gone = math.floor((1 - share) * every.size + 1e-9)
     border = np.partition(every, gone)[gone] if gone else -np.inf
@@ -68,14 +68,14 @@ ENTRIES: dict[str, Callable[[Blocks, float], dict[Place, dict]]] = {
 
 
 def weights(ffn: Mapping[str, Any]) -> int:
-    """Numbers of a block that count and train: unmasked weights, factors, biases; not P."""
+    """Number of a block's trainable parameters: unmasked weights, factors and biases; not P."""
     linears = [leaves for leaves in ffn.values() if isinstance(leaves, Mapping)]
     sizes = [leaf.size for leaves in linears for name, leaf in leaves.items() if name != "mask"]
     return sum(sizes) - masked_out(ffn)
 
 
 def masked_out(ffn: Mapping[str, Any]) -> int:
-    """Weights of a block that its masks take out."""
+    """Number of a block's weights that its masks set to 0."""
     linears = (leaves for leaves in ffn.values() if isinstance(leaves, Mapping))
     return sum(
         int((np.asarray(leaves["mask"]) == 0).sum()) for leaves in linears if "mask" in leaves

@@ -1,20 +1,20 @@
 """Compression of feed-forward blocks to fewer neurons (MLP Fusion, arXiv 2307.08941).
 
-A method of `METHODS` makes of m neurons c; those of `entries.ENTRIES`, svd and unstructured, take
-weights out and keep the neurons. A neuron is a row (`neurons.rows_of`):
+A method of `METHODS` replaces m neurons by c; those of `entries.ENTRIES` (svd and unstructured)
+remove weights and keep all neurons. A neuron is a row (`neurons.rows_of`):
 
   fusion   k-means; the centroids, and P = the clusters' sizes as a factor after the activation that
            never trains (section IV-B, equation 9): act(x W1~ + b1~) P W2~ + b2.
   merged   P multiplied into W2~: the same outputs and gradients of W1 and b1; W2's differ by P.
   sqrt     sqrt(P) on both sides of the activation, the form of the SGD kernel (equation 15), exact
-           for ReLU; of gated blocks on up and down alone, exact for all [ours].
+           for ReLU; in gated blocks only on up and down, exact for every activation [ours].
   sketch   S = N(0, 1) / sqrt(c) [m, c]: W1 S, S^T b1, S^T W2 (gated: one S for all [ours]).
   hybrid_sketch   the third of c with the largest |W1_i| |W2_i| kept, the others sketched to the
            rest of c (the authors' code: 256 of 768).
   structured   the c neurons of largest L1 norm, whole (the authors' code drops rows of W1 and
            columns of W2 apart, which leaves halves of neurons).
-  mmd      c points that move to where the m are dense (`mmd.support_points`), and m / c as a factor
-           after the activation (equation 14).
+  mmd      c support points that minimize the MMD to the m neurons (`mmd.support_points`), and m / c
+           as a factor after the activation (equation 14).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ffn_heterogeneity.wording import check_choice, check_numbers, naming, setti
 
 
 class Made(NamedTuple):
-    """c neurons of m: their rows, a factor after the activation [c] or None, and how it went."""
+    """c neurons made from m: their rows, a factor after the activation [c] or None, a report."""
 
     rows: dict
     factor: np.ndarray | None = None
@@ -57,23 +57,23 @@ class Made(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """The settings of a compression of neurons.
+    """Settings of `fuse`.
 
     Attributes:
-      method: of `METHODS` or `entries.ENTRIES`.
-      ratio: the share of every layer's neurons that goes, or of the weights.
+      method: a name of `METHODS` or `entries.ENTRIES`.
+      ratio: the share of every layer's neurons (or weights) that is removed.
       layers: as `selection.layer_subset` reads it.
-      n_init: starts of k-means, the best of which is taken; the paper's tables: 30.
+      n_init: number of k-means starts, of which the best is used; the paper's tables use 30.
       canonical: gated neurons are scaled before they are clustered (`neurons.canonical`) [ours].
-      steps: of AdamW, where the method is mmd.
-      spare: so many massive neurons of the massive layer stay as they are [ours].
-      skip: "massive": all of that layer stays as it is [ours].
-      seed: of k-means' starts and of sketches.
-      rewind: a model, of the same shape, whose weights come back under the masks (LTH: those from
-        before the training that the masks are drawn from); "": the model's own stay.
-      compensation: "none", or of `states.METHODS`: what the neurons that there are can say for
-        what the block's output lost [ours for clusters]; with calibration, calibration_tokens and
-        sequential as of `reduce.Removal`.
+      steps: AdamW steps, for method "mmd".
+      spare: number of massive neurons of the massive layer that stay unchanged [ours].
+      skip: "massive": the whole massive layer stays unchanged [ours].
+      seed: seed of the k-means starts and of the sketches.
+      rewind: a model of the same shape whose weights are restored under the masks (LTH: the weights
+        from before the training that the masks are computed from); "": keep this model's weights.
+      compensation: "none", or a name of `states.METHODS`: refit the outgoing weights on calibration
+        text [ours for clusters]; calibration, calibration_tokens and sequential are as in
+        `reduce.Removal`.
     """
 
     method: str = "fusion"
@@ -95,7 +95,7 @@ class Fusion:
         check_choice("method", self.method, (*METHODS, *ENTRIES))
         check_choice("skip", self.skip, ("", "massive"))
         if self.rewind and self.method != MASKED:
-            raise ValueError(f"rewind={self.rewind!r} is of method={MASKED!r} alone")
+            raise ValueError(f"rewind={self.rewind!r} works only with method={MASKED!r}")
         for name in ("spare", "canonical"):
             if getattr(self, name) and self.method in ENTRIES:
                 raise ValueError(f"{name}={getattr(self, name)}: {self.method} keeps every neuron")
@@ -111,21 +111,20 @@ class Fusion:
 
 
 def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None) -> tuple:
-    """A model with fewer neurons in the layers that `settings` name; it stays trainable.
+    """Compress the FFNs of the layers that `settings` name; the model stays trainable.
 
-    Of shapes alone (a dry run, where the massive layer is taken to be the first) by those of
-    `METHODS`; its report has the widths.
+    The methods of `METHODS` also run on shapes alone (a dry run, which assumes that the massive
+    layer is the first); the report then has only the widths.
 
     Returns:
       (the model, {"method", "ratio", "layers", widths and parameters before and after, "kept_share"
-      of the weights and biases of the blocks compressed, P not counted; where it is skipped, the
-      massive layer's "layer_index" (from 0);
-      and of the method "inertia_share" (over the sum of squares), or "mmd2" and "mmd2_start": the
-      mean over layers, and with an s, of each layer}).
+      of the compressed blocks' weights and biases, without P; the massive layer's "layer_index"
+      (from 0) if it is skipped; and, depending on the method, "inertia_share" (over the sum of
+      squares) or "mmd2" and "mmd2_start": means over layers; with an s appended, per layer}).
 
     Raises:
-      ValueError: settings out of range, adapters in a block, weights that are not finite, or
-        `canonical` of a plain block; names the layer.
+      ValueError: settings out of range, adapters in a block, non-finite weights, or `canonical` on
+        a plain block; the message names the layer.
     """
     asked, config = settings_of(Fusion, settings), model.config
     massive, spared = _massive(model, asked)
@@ -154,7 +153,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     after = model.config.with_widths(widths)
     params = restack(after, write(model.config, model.params, new))
     smaller = dataclasses.replace(model, config=after, params=params)
-    # Without what masks took out before.
+    # Weights that were masked before are not counted.
     total = count_parameters(config)["total"] - sum(map(masked_out, blocks.values()))
     left = total - before + kept
     report = {
@@ -197,7 +196,7 @@ def _rewound(model: Model, new: Mapping[Place, dict], name: str) -> tuple[Model,
 
 
 def _massive(model: Model, asked: Fusion) -> tuple[int | None, np.ndarray]:
-    """(the massive layer, its neurons that stay as they are); None where nobody asks."""
+    """(the massive layer or None if no setting needs it, its neurons that stay unchanged)."""
     none = np.zeros(0, int)
     if not (asked.spare or asked.skip) or is_abstract(model.params):
         return (0 if asked.skip else None), none
@@ -206,18 +205,18 @@ def _massive(model: Model, asked: Fusion) -> tuple[int | None, np.ndarray]:
 
 
 def assumed_layer(settings: Mapping[str, Any]) -> str:
-    """The layer that `fuse` skips of shapes alone."""
+    """Note on the layer that `fuse` assumes to be massive without weights."""
     if not settings_of(Fusion, settings).skip:
         return ""
     return "no weights are read: the massive layer, which is not fused, is taken to be the first"
 
 
 def _of_shapes(model: Model, asked: Fusion, chosen: set[int]) -> tuple[Model, dict]:
-    """The first neurons in the place of those that weights would tell."""
+    """Placeholder selection for dry runs: the first c neurons."""
     if asked.method in ENTRIES:
         raise ValueError(
-            f"fuse.method={asked.method!r} is a stage of its own (configs/mlp_fusion.py): before a "
-            f"training choose {', '.join(METHODS)}"
+            f"fuse.method={asked.method!r} needs a separate stage (configs/mlp_fusion.py): before "
+            f"training use {', '.join(METHODS)}"
         )
     widths, new = list(model.config.ffn_widths), {}
     for place, ffn in ffn_blocks(model.config, model.params):
@@ -237,14 +236,17 @@ def _of_shapes(model: Model, asked: Fusion, chosen: set[int]) -> tuple[Model, di
 def fuse_block(
     ffn: dict, place: Place, asked: Fusion, spared: np.ndarray
 ) -> tuple[dict, Mapping[str, float]]:
-    """(the block of fewer neurons, those spared first; the method's facts)."""
+    """(the compressed block with the spared neurons first, the method's report)."""
     rows = neurons.rows_of(ffn, place.layer)
     with naming(f"layer {place.layer}"):
         rows = neurons.canonical(rows) if asked.canonical else rows
     m = len(rows["down", "kernel"])
     c = m - removal_count(m, ratio=asked.ratio) - len(spared)
     if c < 1:
-        raise ValueError(f"layer {place.layer}: of {m} neurons {len(spared)} are spared, none left")
+        raise ValueError(
+            f"layer {place.layer}: of {m} neurons {len(spared)} are spared, and none is left to "
+            "fuse: lower spare or ratio"
+        )
     others = np.setdiff1d(np.arange(m), spared)
     own = [{part: row[which] for part, row in rows.items()} for which in (spared, others)]
     draw = np.random.default_rng([asked.seed, place.layer, place.expert or 0])
@@ -262,7 +264,7 @@ def fuse_block(
 
 
 def _clustered(rows: dict, c: int, asked: Fusion, seed: int) -> tuple[dict, np.ndarray, dict]:
-    """(centroids, cluster sizes, facts), on all devices of this process."""
+    """(centroids, cluster sizes, report), computed on all devices of this process."""
     here = jax.local_devices()
     axis = {"axis_names": ("columns",), "axis_types": (jax.sharding.AxisType.Auto,)}
     mesh = jax.make_mesh((len(here),), **axis, devices=here)
@@ -273,18 +275,18 @@ def _clustered(rows: dict, c: int, asked: Fusion, seed: int) -> tuple[dict, np.n
 
 
 def fusion(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
-    """Centroids, and the sizes of their clusters apart."""
+    """Centroids, with their clusters' sizes as a factor after the activation."""
     return Made(*_clustered(rows, c, asked, seed))
 
 
 def merged(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
-    """Fusion, the sizes multiplied into down."""
+    """Fusion with the cluster sizes multiplied into down."""
     centroids, sizes, facts = _clustered(rows, c, asked, seed)
     return Made(neurons.times(centroids, ("down",), sizes), None, facts)
 
 
 def sqrt(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
-    """Fusion, the roots of the sizes multiplied into both sides: up and down."""
+    """Fusion with the square roots of the cluster sizes multiplied into both up and down."""
     centroids, sizes, facts = _clustered(rows, c, asked, seed)
     return Made(neurons.times(centroids, ("up", "down"), np.sqrt(sizes)), None, facts)
 
@@ -308,13 +310,13 @@ def hybrid_sketch(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
 
 
 def structured(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
-    """The neurons whose incoming and outgoing weights have the largest sum of sizes."""
+    """The neurons whose incoming and outgoing weights have the largest L1 norm."""
     kept = highest(np.abs(neurons.joined(rows)).sum(1), c)
     return Made({part: row[kept] for part, row in rows.items()})
 
 
 def mmd(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
-    """Support points, and how many neurons each stands for."""
+    """Support points, with the number of neurons that each represents as a factor."""
     points = neurons.joined(rows)
     found, first, last = support_points(points, c, steps=asked.steps, seed=seed)
     factor = np.full(c, len(points) / c)
@@ -330,4 +332,4 @@ METHODS: dict[str, Callable[[dict, int, Fusion, int], Made]] = {
     "structured": structured,
     "mmd": mmd,
 }
-WITH_FACTOR = ("fusion", "mmd")  # those that leave a factor after the activation
+WITH_FACTOR = ("fusion", "mmd")  # methods that add a factor after the activation

@@ -1,16 +1,16 @@
-"""k-means of a layer's neurons, fast where there are about as many neurons as coordinates.
+"""k-means on a layer's neurons, fast if there are about as many neurons as coordinates.
 
-An FFN has m neurons of p coordinates, p about m / 2, and c clusters, c a large share of m. Then the
-products of all pairs, K = X X^T [m, m], serve every start: a step of the greedy k-means++ start
-reads a few rows of K, and a step of Lloyd's is a sum of K's rows over each cluster,
+An FFN has m neurons of p coordinates (p about m / 2) and c clusters, c a large share of m. So the
+inner products of all pairs, K = X X^T [m, m], are computed once for all starts: a step of greedy
+k-means++ reads a few rows of K, and a Lloyd step sums K's rows over each cluster,
 
     x_i . mu_k = mean_{j in k} K_ij,    |x_i - mu_k|^2 = K_ii - 2 x_i . mu_k + |mu_k|^2,
 
-m^2 additions in the place of m c p products. Where K would not fit, or has far fewer coordinates
-than neurons to pay for it, products are made in chunks of rows (`products`).
+m^2 additions instead of m c p multiplications. If K does not fit in memory, or p is much smaller
+than m, products of points and centroids are computed in chunks of rows (`products`).
 
-All of a start is one program: nothing comes to the host before the last step. On several devices
-every one holds a share of K's columns, and of the distances.
+Each start is one compiled program that returns to the host only after the last step. On several
+devices, K's columns and the distances are sharded.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery.weights import CACHED, blocks
 
 MAX_STEPS = 300
-TOLERANCE = 1e-4  # of the mean variance of a coordinate: scikit-learn's, as the paper's code has it
+TOLERANCE = 1e-4  # times the mean variance of a coordinate: as in scikit-learn (the paper's code)
 ZERO = 1e-6  # a squared distance below this share of the norms is 0: duplicates stay duplicates
 MAX_BYTES = 4 << 30  # of K
-CHUNK = 1024  # rows whose products are made at once, where there is no K
+CHUNK = 1024  # rows per chunk of products, without K
 _dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -40,10 +40,10 @@ class Clusters(NamedTuple):
     Attributes:
       labels: cluster of each point, int [m].
       centroids: means of their points, float64 [c, p].
-      sizes: numbers of their points, int [c].
+      sizes: number of points in each, int [c].
       inertia: sum of the squared distances of the points to their centroids.
       share: inertia / sum of the points' squares; 0 where all of them are 0.
-      steps: Lloyd's, of the start that was best.
+      steps: number of Lloyd steps of the best start.
     """
 
     labels: np.ndarray
@@ -66,22 +66,22 @@ def cluster(
     mesh: jax.sharding.Mesh | None = None,
     label: str = "",
 ) -> Clusters:
-    """The best of `starts` runs of k-means by its inertia; the same for the same arguments.
+    """Run k-means `starts` times and return the clusters of lowest inertia; deterministic.
 
     Args:
-      points: [m, p], finite. Distances are float32, what is returned float64.
-      seed: of the draws.
-      seeds: c points to start from, in the place of a draw (one start).
-      tolerance: Lloyd's ends where the centroids' squared moves add up to less than this times the
-        mean variance of a coordinate, or no point moves, or after 300 steps.
-      products: whether distances come from products of points and centroids, not from K; None:
-        where K has more than 4 GiB, or p < m / 16.
-      mesh: devices, each of which holds a share of K's columns; None, or by products: one device.
+      points: [m, p], finite. Distances are computed in float32; results are float64.
+      seed: random seed.
+      seeds: c initial points instead of random ones (one start).
+      tolerance: Lloyd's algorithm ends when the sum of the centroids' squared moves is less than
+        this times the mean variance of a coordinate, when no point moves, or after 300 steps.
+      products: compute distances from products of points and centroids, not from K. None: do so if
+        K exceeds 4 GiB, or p < m / 16.
+      mesh: devices that share K's columns; one device if None, or with `products`.
       label: of the progress bar; "" hides it.
 
     Returns:
-      An empty cluster takes the point that is farthest from its centroid among those that are not
-      alone in theirs; so c = m gives every point a cluster of its own.
+      Clusters, none empty: an empty cluster gets the point farthest from its centroid among those
+      in clusters of several points. So with c = m every point is its own cluster.
 
     Raises:
       ValueError: c is outside 1 .. m, or a point is not finite.
@@ -146,7 +146,7 @@ def _spread(data: jax.Array, key: jax.Array, c: int, products: bool) -> jax.Arra
       data: K, or the points where `products`.
 
     Returns:
-      The points [c] to start from.
+      Indices of the c initial points.
     """
     norms, trials = _norms(data, products), 2 + int(math.log(c))
 
@@ -178,7 +178,8 @@ def _lloyd(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(labels [m], inertia, steps) from these seeds.
 
-    A centroid is kept as its products with all points, [c, m]; where `products`, as it is, [c, p].
+    A centroid is represented by its products with all points, [c, m]; with `products`, by its
+    coordinates, [c, p].
     """
     norms = _norms(data, products)
     m = len(norms)
@@ -232,7 +233,7 @@ def _least(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _filled(labels: jax.Array, apart: jax.Array, c: int) -> jax.Array:
-    """No cluster empty: each such one, the first first, takes the point farthest from its own."""
+    """Fill empty clusters, in order, with the point that is farthest from its own centroid."""
 
     def sizes(labels):
         return jnp.zeros(c, jnp.int32).at[labels].add(1)

@@ -1,11 +1,11 @@
-"""One joint least-squares solve for all neurons of a layer that go, by the smaller Gram matrix.
+"""Joint least squares for all removed neurons of a layer, by the smaller Gram matrix.
 
     Lambda = argmin |E_gone - Lambda E_rest|^2 + mu |Lambda|^2,   added to W_rest: Lambda^T W_gone
 
 E_rest [s, p] are the survivors' incoming vectors. With p <= s (Gemma-2 2B: 4,608 of 6,912) the
-matrix E_rest^T E_rest [p, p] is factored, else E_rest E_rest^T [s, s]. Without mu the solution of
-minimum norm: singular values below sqrt(max(p, s) eps) of the largest count as zero, as far down
-as a Gram matrix in float64 can tell.
+matrix E_rest^T E_rest [p, p] is factored, else E_rest E_rest^T [s, s]. With mu = 0 the solution is
+that of minimum norm: singular values below sqrt(max(p, s) eps) times the largest count as zero,
+which is the resolution of a Gram matrix in float64.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 from ffn_heterogeneity.surgery.weights import blocks
 
-# Up to this size all eigenvalues are computed; beyond, 30 times faster, a Cholesky factor and the
-# extreme two, unless the matrix turns out to be singular.
+# Up to this size all eigenvalues are computed. Above it, a Cholesky factor and the two extreme
+# eigenvalues are used, which is 30 times faster, unless the matrix is singular.
 DIRECT = 512
 _BLOCK = 1 << 21
-_GONE = 256  # neurons whose Lambda is in memory together
-# Gram matrices with a larger condition number are solved again for what is left.
+_GONE = 256  # removed neurons whose Lambda is in memory at the same time
+# Above this condition number of the Gram matrix, the residual is solved for once more.
 _REFINED = 1e6
 
 Solve = Callable[[np.ndarray], np.ndarray]
@@ -35,7 +35,7 @@ def solve_together(
     outgoing_rows: Callable[[np.ndarray], np.ndarray],
     ridge: float = 0.0,
 ) -> tuple[Callable[[slice], np.ndarray], dict]:
-    """The gain of the survivors' outgoing weights.
+    """Solve for Lambda and return the update of the survivors' outgoing weights.
 
     Args:
       vectors: E [m, p], no entry larger than 1.
@@ -79,8 +79,8 @@ class _System:
 
     Attributes:
       wide: p <= s: the matrix is E_rest^T E_rest, and Lambda^T = E_rest y; else Lambda^T = y.
-      size: of the matrix.
-      condition: ratio of the extreme singular values that count; None where all are 0.
+      size: number of rows of the matrix.
+      condition: ratio of the extreme nonzero singular values; None if all are 0.
     """
 
     def __init__(self, vectors: np.ndarray, kept: np.ndarray, ridge: float):
@@ -127,7 +127,7 @@ class _System:
             yield part, self.rest(part)
 
     def _gram(self, added: float) -> np.ndarray:
-        """The matrix with `added` on its diagonal; above the diagonal alone, the rest is 0."""
+        """Upper triangle of the matrix with `added` on its diagonal; the rest is 0."""
         from scipy.linalg.blas import dsyrk
 
         gram = np.zeros((self.size, self.size), order="F")
@@ -145,10 +145,10 @@ class _System:
 def _pseudo_inverse(
     make: Callable[[], np.ndarray], size: int, tolerance: float
 ) -> tuple[Solve, float, float]:
-    """(x -> gram^+ x, least and largest eigenvalue that count) of the matrix that `make` makes.
+    """(x -> gram^+ x, least and largest nonzero eigenvalue) of the matrix that `make` returns.
 
     Args:
-      make: gives the upper half; called again in the rare case that it turns out singular.
+      make: returns the upper triangle; called again in the rare case that the matrix is singular.
       tolerance: eigenvalues below it times the largest count as zero.
     """
     if size > DIRECT:
@@ -164,7 +164,7 @@ def _pseudo_inverse(
 
 
 def _cholesky(gram: np.ndarray, tolerance: float) -> tuple[Solve, float, float] | None:
-    """`_pseudo_inverse` of a matrix whose eigenvalues all count; None of another.
+    """`_pseudo_inverse` of a nonsingular matrix; None if the matrix is singular.
 
     `gram` is overwritten.
     """
@@ -175,7 +175,7 @@ def _cholesky(gram: np.ndarray, tolerance: float) -> tuple[Solve, float, float] 
     start = np.random.default_rng(0).normal(size=len(gram))
 
     def largest(multiply: Solve) -> float:
-        # scipy's class makes an object of another signature.
+        # Scipy's class creates an object with another signature.
         operator = LinearOperator(gram.shape, multiply, dtype=np.float64)  # pyright: ignore[reportCallIssue]
         return float(eigsh(operator, 1, v0=start, tol=1e-4, return_eigenvectors=False)[0])
 

@@ -1,12 +1,13 @@
 """Support points of a layer's neurons, by maximum mean discrepancy (MLP Fusion, appendix B-B).
 
-c points y begin as rows x of the m neurons and move so that
+c points y start at rows x of the m neurons and are moved to minimize
 
-    MMD^2 = mean k(x, x') - 2 mean k(x, y) + mean k(y, y')
+    MMD^2 = mean k(x, x') - 2 mean k(x, y) + mean k(y, y').
 
-falls, means over all pairs, each with itself too. The paper leaves the kernel open; the authors'
-code has sum over b of exp(-d / b), d the Euclidean distance, b = 1, 2, 4, 8, 16 times a quarter of
-the mean distance between two of the m + c points, made anew at each step, no part of the gradient.
+The means are over all pairs, including each point with itself. The paper does not specify the
+kernel; the authors' code uses sum over b of exp(-d / b), where d is the Euclidean distance and
+b = 1, 2, 4, 8, 16 times a quarter of the mean distance between two of the m + c points. The base
+is recomputed at each step and is not differentiated.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ import optax
 
 from ffn_heterogeneity.surgery.kmeans import ZERO
 
-RATE, DECAY = 1e-2, 1e-2  # of AdamW: the authors' code, torch's default
+RATE, DECAY = 1e-2, 1e-2  # AdamW's: the authors' code, PyTorch's default
 
 
 def support_points(
     points: np.ndarray, c: int, *, steps: int = 100, seed: int = 0
 ) -> tuple[np.ndarray, float, float]:
-    """(c points [c, p], MMD^2 at the start, at the end), in float32, by AdamW on all points.
+    """Return (c points [c, p], MMD^2 at the start, at the end), by float32 AdamW on all points.
 
     Args:
       points: [m, p], m >= c.
-      steps: of AdamW; 0: the rows that were drawn.
+      steps: AdamW steps; 0: the initial rows.
     """
     rows = np.random.default_rng(seed).permutation(len(points))[:c]
     data = jnp.asarray(points, jnp.float32)
@@ -48,7 +49,7 @@ def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="steps")
 def _moved(x: jax.Array, y: jax.Array, steps: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The x stand still: of their pairs the gradient needs the sum of distances alone."""
+    """Optimize y; the x are fixed, so only the sum of their pairwise distances is needed."""
     optimizer, within = optax.adamw(RATE, weight_decay=DECAY), _distances(x, x).sum()
 
     def loss(y):
@@ -66,7 +67,7 @@ def _moved(x: jax.Array, y: jax.Array, steps: int) -> tuple[jax.Array, jax.Array
 
 
 def _distances(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Euclidean, [m, c]; where two points are one, 0 with gradient 0 (sqrt's is infinite there)."""
+    """Euclidean distances [m, c]; the gradient at distance 0 is 0 (sqrt's would be infinite)."""
     sums = jnp.sum(a * a, 1)[:, None] + jnp.sum(b * b, 1)
     squares = sums - 2 * jnp.matmul(a, b.T, precision=jax.lax.Precision.HIGHEST)
     apart = squares > ZERO * sums
@@ -80,7 +81,7 @@ def _base(within: jax.Array, between: jax.Array, among: jax.Array) -> jax.Array:
 
 
 def _kernel(distances: jax.Array, base: jax.Array) -> jax.Array:
-    """exp(-d / (16 base)) and its powers 2, 4, 8, 16, added up."""
+    """Sum of exp(-d / (16 base)) and its powers 2, 4, 8, 16."""
     total = power = jnp.exp(-distances / (16 * base))
     for _ in range(4):
         power = power * power

@@ -1,9 +1,9 @@
-"""Nearest neighbours among the incoming vectors of a layer, exact, without an m x m matrix.
+"""Exact nearest neighbors among the incoming vectors of a layer, without an m x m matrix.
 
-Which neighbour is nearest decides which neuron goes, so distances are sums of squared differences
-in float64. A product of matrices in the vectors' own type only says which few columns to look at:
-its error is bounded (|fl(a.b) - a.b| <= p u |a| |b|, u the unit roundoff), and every column that
-could be nearest within that bound is measured exactly.
+The nearest neighbor decides which neuron is removed, so distances are sums of squared differences
+in float64. A matrix product in the vectors' dtype only selects candidate columns: its error is
+bounded (|fl(a.b) - a.b| <= p u |a| |b|, u the unit roundoff), and the distance of every column that
+could be nearest within that bound is computed exactly.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 
 from ffn_heterogeneity.surgery.weights import blocks
 
-# Columns remembered for each vector. A neuron near to all others is often among the first to go,
-# and all others then need their next one: in the models at hand none needed more than the 14th.
+# Columns cached for each vector. A neuron near to all others is often removed early, and all others
+# then need their next neighbor: in the tested models none needed more than the 14th.
 REMEMBERED = 32
 # Elements of a block: a few of these are in memory at a time.
 BLOCK = 1 << 21
 
 
 def duplicate_groups(points: np.ndarray) -> np.ndarray:
-    """[m]: for each row of `points` [m, p] the lowest index of a row equal to it."""
+    """Return, for each row of `points` [m, p], the lowest index of an equal row, int [m]."""
     first: dict[bytes, int] = {}
     groups = np.empty(len(points), np.int64)
     for i, row in enumerate(points):
@@ -47,28 +47,28 @@ class Neighbours:
             rows = points[part].astype(np.float64)
             self.squares[part] = np.einsum("mp,mp->m", rows, rows)
         limits = np.finfo(points.dtype)
-        # 2 p u |a| |b| <= p u (|a|^2 + |b|^2), and a few roundings beside the product; below the
-        # normal numbers errors are absolute.
+        # 2 p u |a| |b| <= p u (|a|^2 + |b|^2), plus a few roundings outside the product; for
+        # subnormal numbers the errors are absolute.
         self._relative = 1.01 * (p + 16) * float(limits.eps) / 2
         self._absolute = 4 * p * float(limits.tiny)
         kept = min(remembered, m)
         self._columns = np.zeros((m, kept), np.int32)
-        # Bounds from below of squared distances, without the row's own share (`_bound`).
+        # Lower bounds of squared distances, without the row's own share (`_bound`).
         self._lower = np.full((m, kept), np.inf)
-        # ... of every living column that is not remembered: nothing is known yet.
+        # ... of every living column that is not cached: nothing is known yet.
         self._beyond = np.full(m, -np.inf)
 
     def remove(self, row: int) -> None:
-        """Makes `row` nobody's neighbour from now on."""
+        """Exclude `row` from all later searches."""
         self.alive[row] = False
 
     def nearest(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(index [r] of the nearest other living row, its squared distance [r] in float64).
+        """Return (index [r] of the nearest other living row, its squared distance [r] in float64).
 
-        Of equally near ones the lowest index.
+        Ties go to the lowest index.
 
         Raises:
-          ValueError: no other row lives.
+          ValueError: no other row is alive.
         """
         rows = np.asarray(rows, np.int64)
         if self.alive.sum() < 2:
@@ -89,11 +89,11 @@ class Neighbours:
         return index, distance
 
     def _bound(self, rows: np.ndarray) -> np.ndarray:
-        """What `_lower` leaves out."""
+        """The row's own share of the bound, which `_lower` does not include."""
         return (1 - self._relative) * self.squares[rows] - self._absolute
 
     def _from_memory(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(index, distance, whether they are certain) from the remembered columns."""
+        """(index, distance, whether they are certain) from the cached columns."""
         columns = self._columns[rows]
         lower = np.where(self.alive[columns], self._lower[rows], np.inf)
         lower += self._bound(rows)[:, None]
@@ -101,7 +101,7 @@ class Neighbours:
         return index, distance, self._beyond[rows] + self._bound(rows) > distance
 
     def _from_products(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(index, distance) from the products with all columns, some of which are remembered."""
+        """(index, distance) from the products with all columns; updates the cache."""
         base = np.where(self.alive, (1 - self._relative) * self.squares, np.inf)
         lower = (-2 * self.points[rows]) @ self.points.T
         lower += base.astype(lower.dtype)
@@ -119,7 +119,7 @@ class Neighbours:
         self._beyond[rows] = beyond
         index, distance, sure = self._from_memory(rows)
         if not sure.all():
-            # More columns than are remembered may be nearest: all of them are measured.
+            # More columns than fit the cache may be nearest: all of them are measured.
             some = rows[~sure]
             wide = lower[~sure] + self._bound(some)[:, None]
             everyone = np.broadcast_to(np.arange(len(self.points)), wide.shape)
@@ -161,6 +161,6 @@ def squared_distances(points: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.nd
 
 
 def least_of_rows(row: np.ndarray, value: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Places of the least `value` of each `row`, of equal ones that of the lowest `index`."""
+    """Positions of the least `value` of each `row`; ties go to the lowest `index`."""
     order = np.lexsort((index, value, row))
     return order[np.unique(row[order], return_index=True)[1]]

@@ -10,15 +10,15 @@ from ffn_heterogeneity.adapters import KERNEL_LEAVES
 from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.tree import flatten
 
-# A part of a neuron's row: what it is of the block.
+# A part of a neuron's row: (module, leaf) in the block.
 Part = tuple[str, str]
 
 
 def plain(ffn: dict, layer: int, beside: Sequence[str] = ()) -> dict:
-    """Return a block that has only kernels, biases and the leaves named, all of them finite.
+    """Return the block after checking that it has only kernels, biases and the leaves `beside`.
 
     Raises:
-      ValueError: names the layer and another leaf, or one with NaN or infinity.
+      ValueError: another leaf, or NaN or infinity in one; the message names the layer and the leaf.
     """
     for path, leaf in flatten(ffn).items():
         if path.split("/")[-1] not in (*KERNEL_LEAVES, *beside):
@@ -29,10 +29,10 @@ def plain(ffn: dict, layer: int, beside: Sequence[str] = ()) -> dict:
 
 
 def rows_of(ffn: dict, layer: int) -> dict[Part, np.ndarray]:
-    """Each part of a plain block's neurons, a row a neuron [m, ..], in this order.
+    """Return the parts of a plain block's neurons, each with one row per neuron [m, ..].
 
-    Gated: gate's column and bias, up's column and bias, down's row; plain: without gate [the gated
-    form is ours]. Biases are [m, 1]. float64 where a leaf is, else float32.
+    Their order for gated blocks: gate's column and bias, up's column and bias, down's row; without
+    gate otherwise [the gated form is ours]. Biases are [m, 1]. Float64 if a leaf is, else float32.
 
     Raises:
       ValueError: see `plain`.
@@ -50,18 +50,18 @@ def rows_of(ffn: dict, layer: int) -> dict[Part, np.ndarray]:
 
 
 def joined(rows: dict[Part, np.ndarray]) -> np.ndarray:
-    """One row a neuron, [m, p]."""
+    """Concatenate the parts: one row per neuron, [m, p]."""
     return np.concatenate(list(rows.values()), axis=1)
 
 
 def split(points: np.ndarray, like: dict[Part, np.ndarray]) -> dict[Part, np.ndarray]:
-    """The parts of rows such as `joined` makes."""
+    """Split rows into parts; the inverse of `joined`."""
     ends = np.cumsum([row.shape[1] for row in like.values()])[:-1]
     return dict(zip(like, np.split(points, ends, axis=1), strict=True))
 
 
 def times(rows: dict[Part, np.ndarray], names: Sequence[str], factor: np.ndarray) -> dict:
-    """The rows with those modules' parts multiplied by a factor a neuron."""
+    """Multiply the parts of the modules `names` by one factor per neuron."""
     return {
         (name, leaf): row * factor[:, None] if name in names else row
         for (name, leaf), row in rows.items()
@@ -69,7 +69,7 @@ def times(rows: dict[Part, np.ndarray], names: Sequence[str], factor: np.ndarray
 
 
 def block_of(rows: dict[Part, np.ndarray], like: dict) -> dict:
-    """The block of these neurons, in the dtypes of `like`, whose output bias it has."""
+    """Build a block from neurons, with the dtypes and the output bias of `like`."""
     block = {name: dict(leaves) for name, leaves in like.items()}
     for (name, leaf), row in rows.items():
         value = row[:, 0] if leaf == "bias" else row if name == "down" else row.T
@@ -78,17 +78,17 @@ def block_of(rows: dict[Part, np.ndarray], like: dict) -> dict:
 
 
 def canonical(rows: dict[Part, np.ndarray]) -> dict[Part, np.ndarray]:
-    """The same neurons, up and down of each with equal norms and one sign [ours].
+    """Rescale gated neurons so that up and down have equal norms and a fixed sign [ours].
 
-    act(g) u w = act(g) (s u) (w / s) for every s: which s a model came to says nothing. Here
-    |s u| = |w / s|, biases counted with u, and the sum of s u's cubes is not negative. Exact but
-    for rounding; a neuron without up or down stays as it is.
+    act(g) u w = act(g) (s u) (w / s) for every s, so a trained model's s is arbitrary. Here
+    |s u| = |w / s|, with the bias as part of u, and the sum of the cubes of s u is not negative.
+    Exact up to rounding; a neuron whose up or down is zero is unchanged.
 
     Raises:
       ValueError: the block is not gated.
     """
     if ("gate", "kernel") not in rows:
-        raise ValueError("canonical=True is of gated blocks: in a plain one up is inside act")
+        raise ValueError("canonical=True needs a gated block: in a plain one up is inside act")
     up = np.concatenate([row for (name, _), row in rows.items() if name == "up"], axis=1)
     up, down = up.astype(np.float64), rows["down", "kernel"].astype(np.float64)
     norms = [np.linalg.norm(side, axis=1) for side in (up, down)]

@@ -1,4 +1,4 @@
-"""Calibration text that needs no data: what the model itself writes."""
+"""Self-generated calibration text, which needs no data."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import Generator
 from ffn_heterogeneity.models.sampling import Sampling
 
-ANSWER = 256  # tokens of an answer at most
-BATCH = 48  # answers at once, at most
-MORE = 1.25  # as many are begun, since some end early
+ANSWER = 256  # maximum tokens per answer
+BATCH = 48  # maximum answers per batch
+MORE = 1.25  # start this many times the needed answers, since some end early
 
 
 def own_rows(model: Model, tokens: int, seed: int = 0) -> list[np.ndarray]:
-    """Rows of token ids, bos first, of which `tokens` are the model's own at temperature 1.
+    """Sample rows of token ids at temperature 1, bos first, with `tokens` generated tokens in all.
 
-    An answer ends with eos or after 256 tokens; the last is cut where the number is reached. The
-    same seed gives the same text on the same kind of machine. (Self-calibration of Williams and
-    others, 2024, for quantisation and for pruning weights.)
+    An answer ends with eos or after 256 tokens; the last one is cut to reach the exact number. The
+    same seed gives the same text on the same kind of machine. (Self-calibration: Williams et al.,
+    2024, for quantization and for pruning weights.)
 
     Raises:
-      ValueError: an encoder, a model without bos, or one that ends every answer at once.
+      ValueError: an encoder, a model without bos, or a model that ends every answer immediately.
     """
     config = model.config
     if config.is_encoder:
@@ -40,7 +40,7 @@ def own_rows(model: Model, tokens: int, seed: int = 0) -> list[np.ndarray]:
     )
     rows, left = [], tokens
     while left > 0:
-        # Each round draws anew.
+        # Each round uses new random numbers.
         own_seed = int(np.random.default_rng([seed, len(rows)]).integers(1 << 31))
         drawn = Sampling(max_new_tokens=length, temperature=1.0, seed=own_seed)
         prompts = [[config.bos_id]] * write.batch_size

@@ -1,4 +1,4 @@
-"""The surgery of one layer, which the model in memory and the checkpoint on disk share."""
+"""Neuron removal in one layer, shared by models in memory and checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ffn_heterogeneity.wording import naming, settings_of
 
 @dataclasses.dataclass(frozen=True)
 class Removal(RemovalPlan):
-    """The settings of a removal as a surgery, refused where wrong whatever the model.
+    """Settings of `prune`, checked as far as that is possible without a model.
 
     Attributes:
-      count: goes before the ratio.
-      calibration, calibration_tokens: for criteria and compensations that look at text, as in
-        `calibration.calibration_rows`; "own", what the model itself writes, is drawn by the seed.
-      sequential: of a compensation by states, as in `blockwise.compensated`.
+      count: takes priority over the ratio.
+      calibration, calibration_tokens: for criteria and compensations that use text, as in
+        `calibration.calibration_rows`; "own" (self-generated text) uses the seed.
+      sequential: for compensations that use states, as in `blockwise.compensated`.
     """
 
     criterion: str = "entropy"
@@ -52,14 +52,14 @@ class Removal(RemovalPlan):
 
 
 def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple[Model, dict]:
-    """A copy of the model without the neurons that `settings` (configs/prune.py) remove.
+    """Return a copy of the model without the neurons that `settings` (configs/prune.py) remove.
 
     Args:
-      settings: of `Removal`.
+      settings: those of `Removal`.
 
     Returns:
-      (the smaller model, what `results.json` holds; and of calibration "own" the model's text,
-      "own_rows", which `calibration.write_rows` keeps).
+      (the smaller model, the contents of `results.json`); with calibration "own" also the generated
+      text under "own_rows", which `calibration.write_rows` can save.
 
     Raises:
       ValueError: an argument is out of its range, or a layer cannot be reduced.
@@ -89,21 +89,21 @@ def reduce_layer(
     cut: Cut,
     seen: dict | None = None,
 ) -> tuple[dict, np.ndarray, dict | None]:
-    """Chooses, compensates, removes.
+    """Choose the neurons of one block, compensate for them and remove them.
 
-    Without compensation masks and factors of neurons stay leaves of their own; with one of weights
-    they are folded into the survivors' outgoing weights, which are new ones. One of states is no
-    part of this (`blockwise.compensated`).
+    Without compensation, masks and neuron factors stay separate leaves. A compensation by weights
+    folds them into the survivors' new outgoing weights. A compensation by states is not done here
+    (`blockwise.compensated`).
 
     Args:
-      config: of the whole model.
-      place: of the block.
-      ffn: its leaves; untouched.
+      config: the dense model's.
+      place: which block.
+      ffn: its leaves; unchanged.
       cut: from `plan.cuts`.
-      seen: of `seen_states`, where `plan.looks`.
+      seen: from `seen_states`, if `plan.looks`.
 
     Returns:
-      (its new leaves, the removed neurons ascending, the report of the compensation or None).
+      (the new leaves, the removed neurons in ascending order, the compensation's report or None).
 
     Raises:
       ValueError: weights that cannot be read, kept or written; the message names the layer.
@@ -125,15 +125,15 @@ def reduce_layer(
 def reduce_model(
     config: ModelConfig, params: dict, plan: RemovalPlan, seen: Sequence[Any] | None = None
 ) -> tuple[ModelConfig, dict, dict[int, np.ndarray], list[dict]]:
-    """The smaller model; the tree that comes in is untouched.
+    """Remove the neurons that `plan` chooses from all layers; `params` are unchanged.
 
     Args:
-      params: unstacked (or stacked: it is unstacked first).
-      seen: of `seen_states`, where `plan.looks`.
+      params: unstacked (or stacked: they are unstacked first).
+      seen: from `seen_states`, if `plan.looks`.
 
     Returns:
-      (config with the new widths, unstacked params, {layer: removed neurons}, the reports of the
-      compensation).
+      (config with the new widths, unstacked params, {layer: removed neurons}, the compensation's
+      reports).
 
     Raises:
       ValueError: an argument is out of its range, or a layer cannot be reduced.
@@ -157,7 +157,7 @@ def reduce_model(
             removed.setdefault(layer, []).append(gone)
             reports += [report] if report else []
         widths[layer] -= len(gone)
-        # Of a layer with experts a list for each.
+        # A layer with experts has one list per expert.
         removed[layer] = gone if Place(layer, None, "ffn") in new else np.stack(removed[layer])
     return config.with_widths(widths), write(config, params, new), removed, reports
 
@@ -168,11 +168,11 @@ def results_of(
     removed: Mapping[int, np.ndarray],
     reports: list[dict],
 ) -> dict:
-    """The contents of `results.json`.
+    """Return the contents of `results.json`.
 
     Args:
-      configs: before and after.
-      removed, reports: as from `reduce_model`.
+      configs: before and after the removal.
+      removed, reports: from `reduce_model`.
     """
     before, after = configs
     total, left = (count_parameters(config)["total"] for config in configs)

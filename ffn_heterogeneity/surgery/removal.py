@@ -1,4 +1,4 @@
-"""Removing inner neurons: rows of W, columns of G and U, and what belongs to them."""
+"""Removal of inner neurons: rows of W, columns of G and U, and their biases and factors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from ffn_heterogeneity.tree import flatten, unflatten
 
 
 def take_neurons(config: ModelConfig, place: Place, ffn: dict, kept: np.ndarray) -> dict:
-    """The FFN leaves of one layer, or of one of its experts, with only the neurons `kept`, in that
-    order.
+    """Return the FFN leaves of a layer or an expert with only the neurons `kept`, in that order.
 
     Removing neuron i deletes row i of W, column i of G and U, and its biases (NUCL, section 4.2).
-    The result computes exactly what the whole layer computes with those neurons' outputs zeroed.
+    The result computes exactly what the dense layer computes with those neurons' outputs zeroed.
 
     Args:
-      config: of the model.
-      place: of the block; without an expert in it each expert of a layer loses the same neurons.
+      config: the model's.
+      place: which block; if it names no expert, each expert of the layer loses the same neurons.
 
     Raises:
-      LeafError: a leaf that nothing declares, or that removal does not handle.
+      LeafError: an undeclared leaf, or one that removal does not support.
     """
     taken, leaves = {}, declared_at(config, place, ffn)
     for path, leaf in flatten(ffn).items():
@@ -33,7 +32,7 @@ def take_neurons(config: ModelConfig, place: Place, ffn: dict, kept: np.ndarray)
 
 
 def _take(leaf: Any, kept: np.ndarray, axis: int) -> Any:
-    """leaf.take, which would first copy a whole kernel that is stored as its transpose."""
+    """Take along an axis without copying a kernel that is stored transposed, as leaf.take would."""
     if isinstance(leaf, np.ndarray) and leaf.ndim == 2 and leaf.flags.f_contiguous:
         return leaf.T.take(kept, axis=-3 - axis).T  # -1 <-> -2
     return leaf.take(kept, axis=axis)

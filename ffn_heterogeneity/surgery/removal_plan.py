@@ -1,4 +1,4 @@
-"""Plans of a removal: by which criterion, how much, where; and the choice."""
+"""Removal plans (criterion, amount, layers), and the choice of neurons by them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_c
 from ffn_heterogeneity.surgery.similarity import merges
 from ffn_heterogeneity.wording import check_choice, check_known, naming
 
-# How many neurons a layer loses, or, where layers were compared with each other, which.
+# The number of neurons that a layer loses or, with a global budget, their indices.
 Cut = int | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class RemovalPlan:
-    """One removal.
+    """Settings of one removal of neurons.
 
     Attributes:
       criterion, reverse, seed: as in `criteria.layer_scores`, or criterion "similarity".
-      ratio, count: one of them, as in `selection.removal_count`.
+      ratio, count: exactly one of them, as in `selection.removal_count`.
       layers: as in `selection.layer_subset`.
       budget: "layer" (each chosen layer loses its share) or "global" (one budget over them all).
-      compensation: what the survivors take over (`compensation.COMPENSATIONS`).
-      protect: who goes last, whatever the criterion says: "bos:5" (the 5 neurons of every layer
-        with the largest |h| on bos), "massive:5" (of the massive layer alone), "entropy:0.01" (the
-        lowest-entropy hundredth of every layer), or "" (nobody).
-      lose: who goes whatever the criterion says, in the place of those it would take last: as
-        `protect`, or "random:5", "random:0.01": of every layer so many, or such a share, of those
-        that would stay, drawn by the seed. Of one that is named by both, this holds.
+      compensation: how the remaining neurons are adjusted (`compensation.COMPENSATIONS`).
+      protect: neurons that are removed last, whatever their score: "bos:5" (the 5 neurons of every
+        layer with the largest |h| on bos), "massive:5" (in the massive layer only), "entropy:0.01"
+        (the lowest-entropy 1% of every layer), or "" (none).
+      lose: neurons that are removed first, whatever their score, instead of the last ones that the
+        criterion would take: as `protect`, or "random:5", "random:0.01": this number, or share, of
+        every layer's neurons that would stay, drawn with the seed. Takes priority over `protect`.
     """
 
     criterion: str
@@ -51,12 +51,12 @@ class RemovalPlan:
 
     @property
     def looks(self) -> str:
-        """The activations at which it looks: "" (none), "bos" or "text"."""
+        """The activations that the removal needs: "" (none), "bos" or "text"."""
         return "text" if self.compensation in states.METHODS else self.chooses_by
 
     @property
     def chooses_by(self) -> str:
-        """The activations at which the choice of neurons alone looks, as `looks`."""
+        """The activations that the choice of neurons needs, as `looks`."""
         if self.criterion in criteria.ON_TEXT:
             return "text"
         named_on_bos = any(x.startswith(("bos:", "massive:")) for x in (self.protect, self.lose))
@@ -82,12 +82,12 @@ class RemovalPlan:
     def cuts(
         self, widths: Sequence[int], leaves: Callable[[int], dict], seen: Sequence[Any] = ()
     ) -> Mapping[int, Cut]:
-        """{layer: how many of its neurons go, or which}, chosen layers only, ascending.
+        """Return {layer: number of neurons to remove, or their indices} of the chosen layers.
 
         Args:
-          widths: of all layers.
-          leaves: layer -> its FFN leaves; called only where layers compete.
-          seen: of `seen_states`, where `looks`.
+          widths: FFN widths of all layers.
+          leaves: layer -> its FFN leaves; called only for a global budget.
+          seen: from `seen_states`, if `looks`.
 
         Raises:
           ValueError: an argument is out of its range; the message names it and the value.
@@ -108,13 +108,13 @@ class RemovalPlan:
     def _with_lost(
         self, scores: np.ndarray, place: Place, cut: int, named: np.ndarray | None
     ) -> np.ndarray:
-        """The neurons that go by their scores, those of `lose` first.
+        """Choose the neurons to remove by their scores, those of `lose` first.
 
         Args:
-          named: those that `lose` names, None where it draws them.
+          named: the neurons that `lose` names; None if they are drawn at random.
 
         Raises:
-          ValueError: more are to be lost than go, or than would stay.
+          ValueError: `lose` names more neurons than are removed, or than would stay.
         """
         gone = highest(scores, cut)
         if not self.lose:
@@ -139,10 +139,10 @@ class RemovalPlan:
     def choose(
         self, ffn: dict, place: Place, cut: Cut, seen: criteria.Seen = None
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """(the neurons of one block that go, ascending; the merges that led there, or None).
+        """Return (the removed neurons of one block, ascending; the merges or None).
 
-        The merges are those of `similarity.merges`. Its reverse removes the neurons that would go
-        last, the very last included [ours]; nothing is merged then.
+        The merges are those of `similarity.merges`. With `reverse`, it removes the neurons that
+        would go last, including the very last [ours], and merges nothing.
 
         Raises:
           ValueError: non-finite weights; the message names the layer.

@@ -1,4 +1,4 @@
-"""Activations of each neuron on bos and on calibration text: for what looks at them."""
+"""Activations of each neuron on bos and on calibration text, for criteria that need them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.observe import observe, token_batches
 from ffn_heterogeneity.surgery.attack import massive_weights
 
-BATCH = 4  # rows observed at once
+BATCH = 4  # rows per batch
 
 
 def seen_states(
@@ -22,18 +22,18 @@ def seen_states(
     rows: Sequence[np.ndarray] | None = None,
     token: int | None = None,
 ) -> list[dict]:
-    """A dict a layer, of its neurons' intermediate states h.
+    """Statistics of the neurons' intermediate states h, one dict per layer.
 
-    "bos": |h| when bos stands alone, float64 [m]; "massive": whether the layer is the massive one.
-    With calibration rows, over all their tokens but the first (bos): "mean": mean |h|, "norm":
-    ||h||_2, "signed": mean h, float64 [m]; "tokens", how many.
+    "bos": |h| on a lone bos token, float64 [m]; "massive": whether the layer is the massive one.
+    With calibration rows, over all their tokens except the first (bos): "mean": mean |h|, "norm":
+    ||h||_2, "signed": mean h, float64 [m]; "tokens": their number.
 
     Args:
-      rows: of token ids, bos first, of any lengths.
-      token: in the place of bos.
+      rows: token ids, bos first, of any lengths.
+      token: used instead of bos.
 
     Raises:
-      ValueError: as `massive_weights`; states that are not finite.
+      ValueError: as `massive_weights`; non-finite states.
     """
     found = massive_weights(config, params, token=token)
     layers = [{"massive": i == found.layer} for i in range(config.n_layers)]
@@ -60,8 +60,7 @@ def _sums(config: ModelConfig, params: dict, rows: Sequence[np.ndarray]) -> dict
 
 @functools.cache
 def _sums_of(width: int) -> Probe:
-    """Sums of h, |h| and h^2 over all real tokens but the first, float32 [width] each, "tokens" of
-    them."""
+    """Probe for sums of h, |h|, h^2 over real tokens but the first, float32 [width], "tokens"."""
 
     def function(seen, batch, per_layer):
         real = (batch["segment_ids"][:, 1:] > 0).astype(jnp.float32)

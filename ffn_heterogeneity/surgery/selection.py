@@ -1,4 +1,4 @@
-"""The choice of layers, of the number of neurons, and of neurons."""
+"""Choice of layers, of the number of neurons to remove, and of the neurons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ffn_heterogeneity.wording import check_number
 
 
 def layer_subset(spec: str | Sequence[int], n_layers: int) -> tuple[int, ...]:
-    """The 0-based layers a specification names, in order.
+    """Return the 0-based layers that a specification names, in order.
 
     Args:
       spec: "all"; "top" (the half next to the output) or "bottom"; "even" or "odd" (0-based
@@ -60,16 +60,17 @@ def _parse_layers(text: str) -> list[int]:
     chosen: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        # No model has so many layers: a range is not written out before it is checked.
+        # Check the range before it is expanded: no model has that many layers.
         chosen += range(int(first), min(int(last), 10**6) + 1) if dash else [int(first)]
     return chosen
 
 
 def removal_count(width: int, *, ratio: float | None = None, count: int | None = None) -> int:
-    """The number of neurons that go: `count`, or floor(ratio * width + 1e-9) [our rounding].
+    """Number of neurons to remove: `count`, or floor(ratio * width + 1e-9) [our rounding].
 
     Raises:
-      ValueError: not exactly one of them is given, ratio is outside [0, 1), or nothing would stay.
+      ValueError: not exactly one of ratio and count is given, ratio is outside [0, 1), or no neuron
+        would remain.
     """
     if (ratio is None) == (count is None):
         raise ValueError(f"give exactly one of ratio and count, got ratio={ratio}, count={count}")
@@ -89,10 +90,10 @@ def highest(scores: np.ndarray, count: int) -> np.ndarray:
 def select_global(
     scores: Mapping[int, np.ndarray], *, ratio: float | None = None, count: int | None = None
 ) -> dict[int, np.ndarray]:
-    """layer -> removed indices: one budget over all layers, highest scores anywhere first.
+    """Return {layer: removed indices} for one budget over all layers, highest scores first.
 
-    The neuron each layer would lose last always stays, so that no layer ends without neurons. Ties
-    go to the lower layer, then the lower index.
+    Each layer keeps at least the neuron that it would lose last. Ties go to the lower layer, then
+    to the lower index.
 
     Args:
       ratio, count: of all the layers' neurons together.
@@ -105,7 +106,8 @@ def select_global(
             f"a global budget of {budget} of {total} neurons would empty a layer: at most "
             f"{total - len(layers)} can go"
         )
-    # Of each layer all but the one it would lose last (scores of -inf are no sign of that).
+    # All neurons of a layer except the one it would lose last (not every -inf score marks that
+    # one).
     orders = [np.sort(np.argsort(-scores[layer], kind="stable")[:-1]) for layer in layers]
     flat = np.concatenate(
         [scores[layer][order] for layer, order in zip(layers, orders, strict=True)]

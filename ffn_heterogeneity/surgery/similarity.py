@@ -1,15 +1,15 @@
-"""Neurons that resemble another go (Srinivas & Babu 2015): which ones, and into which they merge.
+"""Removal of neurons that resemble another, with merging (Srinivas & Babu 2015).
 
 The saliency of removing neuron j and merging it into i is
 
     s_ij = mean_k(W_jk^2) |e_i - e_j|^2,
 
-e the neuron's incoming vector (`weights.incoming`), W_j its outgoing weights. Over and over: the
-pair of least saliency is found, W_i += W_j, j goes. Ties: the lowest i, then the lowest j, which
-is the first minimum of the matrix s with a row for each survivor.
+where e is a neuron's incoming vector (`weights.incoming`) and W_j its outgoing weights. Each step
+finds the pair of least saliency, adds W_j to W_i and removes j. Ties go to the lowest i, then to
+the lowest j: the first minimum of the matrix s with one row per survivor.
 
-min_i s_ij is mean(W_j^2) times the distance of j to its nearest neighbour, so no matrix is needed:
-a merge changes one scalar, and only the columns whose nearest neighbour went look for another.
+min_i s_ij is mean(W_j^2) times the distance of j to its nearest neighbor, so no matrix is needed:
+a merge changes one scalar, and only neurons whose nearest neighbor was removed search again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from ffn_heterogeneity.surgery.weights import Outgoing, incoming, outgoing, powe
 
 
 def merges(ffn: dict, count: int) -> np.ndarray:
-    """[count, 2]: (survivor i, removed j) of each step, in order. An i may go in a later step.
+    """Return (survivor i, removed j) of each step, in order, int [count, 2].
+
+    A survivor may be removed in a later step.
 
     Raises:
-      ValueError: non-finite weights, or nothing would stay.
+      ValueError: non-finite weights, or no neuron would remain.
     """
     (vectors, _), weights = incoming(ffn), outgoing(ffn)
     if not 0 <= count < len(vectors):
@@ -34,26 +36,26 @@ def merges(ffn: dict, count: int) -> np.ndarray:
 
 
 class _Merging:
-    """The neurons still there, and what the next step needs to know about them.
+    """The remaining neurons, and the state that the next merge needs.
 
-    Saliencies of zero are found without distances: neurons whose outgoing weights are zero, and
-    those with equal incoming vectors. Distances are computed once only others are left.
+    Saliencies of zero need no distances: they belong to neurons whose outgoing weights are zero and
+    to equal incoming vectors. Distances are computed only when no such neurons remain.
     """
 
     def __init__(self, vectors: np.ndarray, weights: Outgoing):
         m = len(vectors)
         self.vectors, self.weights = vectors, weights
-        # Squares of tiny weights must not vanish: W is read divided by a power of two.
+        # W is divided by a power of two, so that squares of tiny weights do not underflow.
         largest = 1.0 if weights.scale is None else float(np.abs(weights.scale).max())
         self.exponent = power_of_two(weights.kernel) + int(np.frexp(largest)[1])
-        self.merged: dict[int, np.ndarray] = {}  # rows of W that are no longer the stored ones
+        self.merged: dict[int, np.ndarray] = {}  # rows of W that merges have changed
         self.squares = np.empty(m)  # mean_k W_jk^2
         for part, rows in weights.blocks():
             rows = np.ldexp(rows, -self.exponent)
             self.squares[part] = np.einsum("mn,mn->m", rows, rows) / rows.shape[1]
         self.alive = np.ones(m, bool)
         self.group = duplicate_groups(vectors)
-        self.members = np.bincount(self.group, minlength=m)  # living ones, by group
+        self.members = np.bincount(self.group, minlength=m)  # number of remaining neurons per group
         self.costless = True  # there may be saliencies of zero
         self.neighbours: Neighbours | None = None
         self.near = np.full(m, -1)
@@ -61,7 +63,7 @@ class _Merging:
         self.saliency = np.full(m, np.inf)
 
     def step(self) -> tuple[int, int]:
-        """Merges the pair of least saliency; returns (survivor, removed)."""
+        """Merge the pair of least saliency; return (survivor, removed)."""
         pair = self._without_cost() if self.costless else None
         self.costless = pair is not None
         survivor, removed = pair or self._cheapest()
@@ -85,7 +87,7 @@ class _Merging:
         dead = np.flatnonzero(self.alive & (self.squares == 0))
         twins = self.alive & (self.members[self.group] > 1)
         if dead.size:
-            # Any survivor will do: the first, or the second where the first is the one to go.
+            # Any survivor will do: the first, or the second if the first is to be removed.
             candidates = np.flatnonzero(self.alive)[:2]
         elif twins.any():
             candidates = np.flatnonzero(twins)[:1]
@@ -108,7 +110,7 @@ class _Merging:
         return int(self.near[removed]), int(removed)
 
     def _look(self, columns: np.ndarray) -> None:
-        """Finds the nearest neighbours of `columns`."""
+        """Find the nearest neighbors of `columns`."""
         if columns.size and self.alive.sum() > 1:
             self.near[columns], self.distance[columns] = self.neighbours.nearest(columns)
             self.saliency[columns] = self.squares[columns] * self.distance[columns]

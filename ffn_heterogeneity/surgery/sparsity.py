@@ -1,13 +1,13 @@
-"""Learned sparsity: scores of weights (GEM-MINER) and their masks, gates on ranks (FLOP).
+"""Learned sparsity: weight scores and their masks (GEM-MINER), and gates on ranks (FLOP).
 
-The config argument of a training names them, and the losses that go with them:
+The config argument of a training run names them and the losses that they need:
 
     <model>,<task>,scores,score_norm    scores train, weights are frozen
-    <its model>,<task>,score_mask       the weights that are left train under a fixed mask
+    <its model>,<task>,score_mask       the remaining weights train under a fixed mask
     <model>,<task>,gates,size           gated factors train towards a size
 
-Iterative pruning: rounds of the surgery `score_mask` at rising ratios with `keep_scores`, and of
-trainings of "/score$" between them.
+Iterative pruning alternates the surgery `score_mask` (at rising ratios, with `keep_scores`) and
+training of the leaves "/score$".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ffn_heterogeneity.wording import check_numbers, settings_of
 
 @dataclasses.dataclass(frozen=True)
 class Scores(Quantised):
-    """Settings of `insert_scores`; of the feed-forward blocks unless `targets` says otherwise."""
+    """Settings of `insert_scores`; `targets` defaults to the feed-forward blocks."""
 
     targets: str = "ffn/"
 
@@ -43,8 +43,8 @@ class ScoreMask:
     """Settings of `fix_masks`.
 
     Attributes:
-      ratio: the share of the scored weights that the masks take out, earlier masks included.
-      keep_scores: the scores stay and train on under the masks, for a round more.
+      ratio: the share of the scored weights that the masks remove, including earlier masks.
+      keep_scores: keep the scores under the masks, for another round of training.
     """
 
     ratio: float = 0.25
@@ -59,9 +59,9 @@ class Gates(Scores):
     """Settings of `insert_gates`.
 
     Attributes:
-      rank: of the factors; 0: in out / (in + out), as many parameters as the kernel has.
-      start: the mean of log_alpha at first. The authors' 0, for training from the start, halves
-        what every kernel does; 5 hardly changes it.
+      rank: rank of the factors; 0: in out / (in + out), which keeps the number of parameters.
+      start: initial mean of log_alpha. The authors' 0, for training from scratch, halves every
+        kernel's output; 5 hardly changes it.
     """
 
     rank: int = 0
@@ -73,13 +73,13 @@ class Gates(Scores):
 
 
 def insert_scores(model: Model, settings: Mapping[str, Any] | Scores, data=None, key=None) -> tuple:
-    """A score ~ U(0, 1) for every weight of the kernels in whose path `targets` is found.
+    """Add a score ~ U(0, 1) to every weight of the kernels whose path matches `targets`.
 
     Returns:
       (the model, {"adapted": paths}).
 
     Raises:
-      ValueError: no such kernel, or one that has scores already.
+      ValueError: no matching kernel, or one that already has scores.
     """
     asked = settings_of(Scores, settings)
 
@@ -91,10 +91,10 @@ def insert_scores(model: Model, settings: Mapping[str, Any] | Scores, data=None,
 
 
 def fix_masks(model: Model, settings: Mapping[str, Any] | ScoreMask, data=None, key=None) -> tuple:
-    """Fixed masks in the place of scores: the lowest of all kernels together go.
+    """Replace scores by fixed masks that remove the weights of lowest score over all kernels.
 
-    What a mask took out before goes first and is never back, so rounds at rising ratios take the
-    lowest of the active scores.
+    Weights that an earlier mask removed count first and stay removed, so rounds at rising ratios
+    remove the lowest of the active scores.
 
     Returns:
       (the model, {"kept_share" of the scored weights}).
@@ -118,7 +118,7 @@ def fix_masks(model: Model, settings: Mapping[str, Any] | ScoreMask, data=None, 
 
 
 def _masks(scored: list[dict], share: float) -> list[np.ndarray]:
-    """One for each kernel; of shapes alone, ones."""
+    """One mask for each kernel; all ones on shapes alone."""
     if is_abstract(scored):
         return [np.ones(leaves["score"].shape, np.float32) for leaves in scored]
     values = []
@@ -130,16 +130,16 @@ def _masks(scored: list[dict], share: float) -> list[np.ndarray]:
 
 
 def insert_gates(model: Model, settings: Mapping[str, Any] | Gates, data=None, key=None) -> tuple:
-    """Gated factors in the place of kernels in whose path `targets` is found.
+    """Replace the kernels whose path matches `targets` by gated factors.
 
-    They are U S and V^T of the singular values of the kernel as the forward pass uses it: what
-    stood beside it (a mask, LoRA, `low_rank`'s factors, whose rank stays) is folded in.
+    The factors are U S and V^T of the singular value decomposition of the effective kernel: a mask,
+    LoRA or `low_rank`'s factors (whose rank is kept) are folded in first.
 
     Returns:
       (the model, {"adapted": paths}).
 
     Raises:
-      ValueError: no such kernel, one that has gates, or a rank above its sides.
+      ValueError: no matching kernel, one that has gates, or a rank above the kernel's dimensions.
     """
     asked = settings_of(Gates, settings)
 

@@ -1,18 +1,19 @@
-"""Compensation by what the neurons of a smaller block can say for what its output lost.
+"""Compensation by states: refit the kept neurons' outgoing weights to the dense block's output.
 
-Over calibration text, bos left out: g [c] the smaller block's states behind the activation (and
-its factors), y the whole block's output, r = y - g W what the smaller one's W misses of it; G =
-mean g g^T, B = mean g r^T. What is added to W is D:
+Notation, over calibration text without bos: g [c] are the smaller block's states after the
+activation (and its factors), y is the dense block's output, r = y - g W the residual of the smaller
+block's W; G = mean g g^T, B = mean g r^T. D is added to W:
 
-- state_ridge [ours]: D = diag(1 / u) (Z + lambda I)^-1 diag(1 / u) B, where u is each neuron's unit
-  and Z = diag(1 / u) G diag(1 / u). lambda: that of `LAMBDAS` whose output is nearest on held-out
-  rows; D is then fitted to all. Of removed neurons r = h_R W_R: they are explained by the kept
-  ones, h_R ~ h_S C, and D = C W_R. u is the neuron's rms, but at least 1 / `LOUD` of its size on
-  bos: what a massive neuron says would otherwise be far louder on bos than anything fitted
-  (SmolLM2 without its quarter of highest entropy: 17 times the whole residual stream).
+- state_ridge [ours]: D = diag(1 / u) (Z + lambda I)^-1 diag(1 / u) B, where u is a unit per neuron
+  and Z = diag(1 / u) G diag(1 / u). lambda is the value of `LAMBDAS` with the smallest error on
+  held-out rows; D is then fitted to all rows. For removed neurons r = h_R W_R, so D = C W_R, where
+  h_R ~ h_S C regresses their states on those of the kept ones. u is the neuron's rms, but at least
+  1 / `LOUD` of its |h| on bos. Otherwise the fitted contribution of massive neurons would be far
+  too large on bos (SmolLM2 without the 25% of highest entropy: 17 times the norm of the residual
+  stream).
 - gram (GRAIL, arXiv 2602.23795): W + D = (G + lambda I)^-1 mean g y^T, lambda `GRAM` times the mean
-  of G's diagonal [ours: the paper's is not known here]. Neurons that speak quietly go.
-- bias (FLAP): mean r is added to the output's bias; W stays.
+  of G's diagonal [ours: the paper's value is not known here]. Shrinks neurons with small states.
+- bias (FLAP): mean r is added to the output's bias; W is unchanged.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ LOUD = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """Sums over tokens, each of which has a weight (1, if nobody says otherwise), float64.
+    """Weighted sums over tokens (weight 1 by default), float64.
 
     Attributes:
       states: g g^T, [c, c].
       crossed: g r^T, [c, n].
       missed: r, [n].
       squares: |r|^2.
-      weight: of all tokens.
-      tokens: how many.
-      first: g^2 on bos, which is not among the tokens, [c].
-      rows: how many of those.
+      weight: total weight of the tokens.
+      tokens: number of tokens.
+      first: g^2 on bos, which is not counted among the tokens, [c].
+      rows: number of bos tokens in `first`.
     """
 
     states: np.ndarray
@@ -57,19 +58,19 @@ class Moments:
         return Moments(*(getattr(self, name) + getattr(other, name) for name in fields))
 
     def error(self, added: np.ndarray) -> float:
-        """mean |r - g D|^2, of D added to W."""
+        """mean |r - g D|^2, the error with D added to W."""
         inside = np.vdot(added, self.states @ added) - 2 * np.vdot(added, self.crossed)
         return max(float(self.squares + inside), 0.0) / self.weight
 
     def units(self) -> np.ndarray:
-        """u [c]: what state_ridge measures each neuron in."""
+        """u [c]: the unit of each neuron in state_ridge."""
         typical = np.diag(self.states) / self.weight
         loud = self.first / self.rows * self.tokens / self.weight
         return np.sqrt(np.maximum(typical, loud / LOUD**2))
 
 
 class Fit(NamedTuple):
-    """Numbers to be added to W and to the output's bias, and what a report says of them."""
+    """Corrections of W and of the output's bias, and their report."""
 
     kernel: np.ndarray | float
     bias: np.ndarray | None
@@ -77,8 +78,11 @@ class Fit(NamedTuple):
 
 
 def state_ridge(fitted: Moments, held: Moments, kernel: np.ndarray) -> Fit:
-    """See this module. The report: "lambda", "residual" (what is left of the output's error, a
-    share of its length), "held_residual" (of held-out rows, fitted without them)."""
+    """Fit state_ridge; see this module.
+
+    The report has "lambda", "residual" (the remaining error of the output, relative to its norm
+    before) and "held_residual" (the same on held-out rows, fitted without them).
+    """
     errors = {ridge: held.error(explained(fitted, ridge)) for ridge in LAMBDAS}
     best = min(errors, key=errors.__getitem__)
     whole = fitted + held
@@ -89,7 +93,7 @@ def state_ridge(fitted: Moments, held: Moments, kernel: np.ndarray) -> Fit:
 
 
 def explained(moments: Moments, ridge: float) -> np.ndarray:
-    """D [c, n] of state_ridge; of a neuron that never speaks the row is 0."""
+    """D [c, n] of state_ridge; the row of a neuron whose states are all 0 is 0."""
     from scipy.linalg import solve
 
     units = moments.units()
@@ -99,7 +103,7 @@ def explained(moments: Moments, ridge: float) -> np.ndarray:
 
 
 def gram(fitted: Moments, held: Moments, kernel: np.ndarray) -> Fit:
-    """See this module; nothing is held out."""
+    """Fit gram; see this module. Uses held-out rows for the fit, too."""
     from scipy.linalg import solve
 
     whole = fitted + held
@@ -111,7 +115,7 @@ def gram(fitted: Moments, held: Moments, kernel: np.ndarray) -> Fit:
 
 
 def bias(fitted: Moments, held: Moments, kernel: np.ndarray) -> Fit:
-    """See this module."""
+    """Fit the correction of the output's bias; see this module."""
     whole = fitted + held
     mean = whole.missed / whole.weight
     left = whole.squares / whole.weight - mean @ mean

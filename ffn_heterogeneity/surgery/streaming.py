@@ -1,8 +1,8 @@
-"""Neuron removal from checkpoint to checkpoint: one layer in memory at a time, never the model.
+"""Neuron removal from checkpoint to checkpoint with only one layer in memory at a time.
 
-The surgery of a layer is `reduce.reduce_layer`, which tensors are whose says the family
-(`models/families`), and the bytes of the result are those of the model reduced in memory and
-written by `save_pretrained`. Tensors that stay as they are are copied.
+`reduce.reduce_layer` processes each layer; the family (`models/families`) maps tensors to layers.
+The result has the same bytes as the model reduced in memory and written by `save_pretrained`.
+Unchanged tensors are copied.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from ffn_heterogeneity.tree import flatten, unflatten
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A directory of safetensors: names, shapes and types are checked, values when they are read.
+    """A directory of safetensors; opening it checks names, shapes and dtypes, reading the values.
 
     Attributes:
-      by_layer: the family's rules for tensors of each layer's FFN.
+      by_layer: the family's rules for the tensors of each layer's FFN.
     """
 
     directory: Path
@@ -57,7 +57,7 @@ class Checkpoint:
     _bytes: dict[str, tuple[int, int]]
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as it lies in its file.
+        """Read a tensor in its file's layout.
 
         Raises:
           CheckpointError: NaN or infinity.
@@ -70,7 +70,7 @@ class Checkpoint:
         return stored.file, *self._bytes[stored.name]
 
     def leaves(self, layer: int) -> dict[str, np.ndarray]:
-        """{path: leaf} of all rules that hold something of the layer's FFN."""
+        """{path: leaf} of all rules that involve the layer's FFN."""
         found = {}
         for rule in self.by_layer[layer]:
             found |= zip(rule.paths, rule.load([self.read(n) for n in rule.names]), strict=True)
@@ -82,7 +82,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
-    """Opens a directory; no value is read but those of a head beside tied embeddings.
+    """Open a directory without reading values, except those of a head next to tied embeddings.
 
     Raises:
       CheckpointError: as `huggingface.open_pretrained`.
@@ -100,11 +100,11 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
 
 
 def check_streamed(plan: RemovalPlan) -> None:
-    """Raises ValueError where the plan looks at the whole model, which never lies in memory."""
+    """Raise ValueError if the plan needs the dense model in memory, as activations do."""
     if plan.looks:
         raise ValueError(
-            "streaming=True never has the whole model, which this criterion, protection or "
-            "compensation looks at: leave it out"
+            "streaming=True never loads the whole model, which this criterion, protection or "
+            "compensation needs: leave it out"
         )
 
 
@@ -117,16 +117,16 @@ def compress_directory(
     dtype: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> dict:
-    """Writes the smaller model of `source` to `target`, which appears whole or not at all.
+    """Write the smaller model of `source` to `target` atomically.
 
-    Weights and config.json are those that the model in memory would give; generation_config.json
-    and the tokenizer's files are copied. A former `target` is replaced.
+    Weights and config.json are identical to those of the removal in memory; generation_config.json
+    and the tokenizer's files are copied. An existing `target` is replaced.
 
     Args:
       export, dtype, max_shard_bytes: as in `save_pretrained`.
 
     Returns:
-      What `results.json` holds; also in `target`/removed_neurons.json.
+      The contents of `results.json`; also written to `target`/removed_neurons.json.
 
     Raises:
       ValueError, CheckpointError: as `compress.run`.
@@ -172,10 +172,10 @@ def _write(
     cuts: Mapping[int, Cut],
     pieces: Pieces,
 ) -> tuple[dict[int, np.ndarray], list[dict]]:
-    """All tensors, file by file; (removed neurons by layer, reports of the compensation).
+    """Write all tensors, file by file; return (removed neurons by layer, compensation reports).
 
     Args:
-      shapes, widths: of the leaves that are written, and of their FFNs.
+      shapes, widths: shapes of the written leaves, and widths of their FFNs.
     """
     removed = {layer: np.zeros(0, np.int64) for layer in cuts}
     reports = {}
@@ -214,7 +214,7 @@ def _write(
 def _turns(
     checkpoint: Checkpoint, rewritten: set[int], order: Sequence[str]
 ) -> list[tuple[int | None, list[str]]]:
-    """What is done one after the other: (None, [a tensor to copy]) or (layer, all its tensors)."""
+    """List the steps in order: (None, [a tensor to copy]) or (layer, all its tensors)."""
     owners = {
         name: layer
         for layer in rewritten

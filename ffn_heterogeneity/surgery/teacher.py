@@ -1,4 +1,4 @@
-"""A teacher beside a compressed model: the blocks that it had before (MLP Fusion, section IV-D)."""
+"""A teacher inside a compressed model: its FFNs from before (MLP Fusion, section IV-D)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ffn_heterogeneity.wording import settings_of
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """Settings of `insert_teacher`; `model`: what was compressed, a directory or a hub id."""
+    """Settings of `insert_teacher`; `model`: the dense model, a directory or a hub id."""
 
     model: str = ""
 
 
 def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=None, key=None):
-    """The model, and under `teacher/` the whole model's FFNs of the layers whose FFN is another.
+    """Add, under `teacher/`, the dense model's FFNs of the layers whose FFN differs.
 
-    Everything else they have in common, so the teacher costs no more than those blocks. Runs under
-    `jax.eval_shape` too. Comes after the surgeries that change which layers are stacked.
+    Teacher and student share all other weights, so the teacher needs memory only for those blocks.
+    Also runs under `jax.eval_shape`. Use it after surgeries that change which layers are stacked.
 
     Returns:
-      (the model, {"layers" that are taught, from 0}).
+      (the model, {"layers" with a teacher, from 0}).
 
     Raises:
-      ValueError: another model, by depth or by what is no FFN; or one whose FFNs are all the same.
+      ValueError: the models differ in depth or outside their FFNs, or all FFNs are equal.
     """
     asked = settings_of(Teacher, settings)
     if not asked.model:
@@ -54,7 +54,7 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
         raise ValueError(f"teacher.model={asked.model}: its {unlike} is not this model's")
     other = [i for i, (a, b) in enumerate(zip(taught, layers, strict=True)) if not _same(a, b)]
     if not other:
-        raise ValueError(f"teacher.model={asked.model} has the same FFNs: nothing is to be taught")
+        raise ValueError(f"teacher.model={asked.model} has the same FFNs: nothing to distill")
     leaves = {}
     for slot in slots(model.params):
         if set(slot.layers) & set(other):
@@ -66,7 +66,7 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
 
 
 def _same(one: dict, other: dict) -> bool:
-    """True if two layers have one FFN, leaf by leaf; False of shapes alone."""
+    """True if two layers have equal FFNs, leaf by leaf; False on shapes alone."""
     a, b = flatten(one["ffn"]), flatten(other["ffn"])
     if {path: leaf.shape for path, leaf in a.items()} != {p: leaf.shape for p, leaf in b.items()}:
         return False

@@ -1,4 +1,4 @@
-"""A model cut short: its first blocks alone (P-32, Tables 3, 4 and 7)."""
+"""Truncation of a model to its first blocks (P-32, Tables 3, 4 and 7)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ffn_heterogeneity.wording import check_numbers, settings_of
 
 @dataclasses.dataclass(frozen=True)
 class Truncation:
-    """Settings of `truncate`; `blocks`: how many stay, 0: all."""
+    """Settings of `truncate`; `blocks`: number of blocks to keep, 0: all."""
 
     blocks: int = 0
 
@@ -22,15 +22,15 @@ class Truncation:
 
 
 def truncate(model: Model, settings: Mapping[str, Any] | Truncation, data=None, key=None) -> tuple:
-    """The first blocks and what stands before and after all of them; a final norm stays.
+    """Keep the first blocks, the embeddings, the final norm and the head.
 
-    Runs under `jax.eval_shape` too.
+    Also runs under `jax.eval_shape`.
 
     Returns:
       (the model, {"blocks", "blocks_before"}).
 
     Raises:
-      ValueError: more blocks than there are, or a task's head that weighs them.
+      ValueError: more blocks than the model has, or a task's head that weights the blocks.
     """
     asked = settings_of(Truncation, settings).blocks
     config = model.config
@@ -38,7 +38,7 @@ def truncate(model: Model, settings: Mapping[str, Any] | Truncation, data=None, 
     if blocks > config.n_layers:
         raise ValueError(f"blocks={blocks}: the model has {config.n_layers}")
     if config.head is not None and blocks < config.n_layers:
-        raise ValueError("the model has a task's head: truncate it before that is trained")
+        raise ValueError("the model has a task's head: truncate it before the head is trained")
     tree = unstack(model.params)
     shorter = dataclasses.replace(config, layers=config.layers[:blocks])
     params = restack(shorter, {**tree, "layers": tree["layers"][:blocks]})

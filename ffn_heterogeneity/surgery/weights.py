@@ -1,7 +1,7 @@
-"""A layer's FFN weights as surgery reads them: effective, finite, neuron by neuron, on the host.
+"""FFN weights of a layer for surgeries: effective, finite, one neuron per row, on the host.
 
-Whatever the memory layout of the leaves (a file holds the transposed kernels), the values are the
-same and are added up in the same order, so the same neurons go.
+The memory layout of the leaves does not matter (files store transposed kernels): the values are
+summed in the same order, so the same neurons are chosen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ffn_heterogeneity.io.pieces import by_rows, copy_tiles
 from ffn_heterogeneity.losses.nucl_exact import exact_kernel
 from ffn_heterogeneity.models.linear import effective_kernel
 
-# float64 numbers of a block: it and what is computed of it stay in a core's cache.
+# Float64 elements per block: the block and its temporaries stay in a core's cache.
 CACHED = 1 << 15
 
 
@@ -34,7 +34,7 @@ class Outgoing:
     scale: np.ndarray | None
 
     def rows(self, which: slice | np.ndarray) -> np.ndarray:
-        """Those rows of W, a float64 copy."""
+        """Return the given rows of W, a float64 copy."""
         rows = self.kernel[which].astype(np.float64)
         if self.scale is not None:
             rows *= self.scale[which, None]
@@ -47,7 +47,7 @@ class Outgoing:
 
 
 def outgoing(ffn: dict) -> Outgoing:
-    """The layer's outgoing weights.
+    """Return the layer's outgoing weights.
 
     Raises:
       ValueError: a weight is NaN or infinite.
@@ -65,11 +65,11 @@ def outgoing(ffn: dict) -> Outgoing:
 
 
 def incoming(ffn: dict) -> tuple[np.ndarray, int]:
-    """(e [m, p], one row per neuron; how many of its p coordinates belong to "gate").
+    """Return (e [m, p], one row per neuron; how many of its p coordinates belong to "gate").
 
-    e is the column and bias of "gate", where there is one, then those of "up" [ours: Srinivas &
-    Babu know no gates]. All are multiplied by one power of two, so that no entry is larger than
-    1: ratios stay. float64 where a leaf is, else float32.
+    e is the column and bias of "gate", if any, then those of "up" [ours: Srinivas & Babu have no
+    gates]. All are multiplied by one power of two, so that no entry is larger than 1 and ratios do
+    not change. Float64 if a leaf is, else float32.
 
     Raises:
       ValueError: a weight is NaN or infinite.
@@ -96,10 +96,10 @@ def incoming(ffn: dict) -> tuple[np.ndarray, int]:
 
 
 def finite_kernel(leaves: dict, name: str) -> np.ndarray:
-    """The effective kernel on the host, in its own dtype.
+    """Return the effective kernel on the host, in its dtype.
 
     Raises:
-      ValueError: a weight is NaN or infinite; the message says `name` and the place.
+      ValueError: a weight is NaN or infinite; the message names `name` and the position.
     """
     kernel = np.asarray(effective_kernel(leaves))
     if not all_finite(kernel if kernel.flags.c_contiguous else kernel.T):
@@ -108,7 +108,7 @@ def finite_kernel(leaves: dict, name: str) -> np.ndarray:
 
 
 def blocks(shape: tuple[int, ...], elements: int) -> list[slice]:
-    """Slices of the rows of a matrix, each of at most so many elements."""
+    """Slices of the rows of a matrix, each of at most `elements` elements."""
     rows, width = shape
     step = max(1, elements // max(width, 1))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

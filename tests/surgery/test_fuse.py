@@ -242,7 +242,7 @@ def test_p_is_kept_by_a_save_and_multiplied_in_for_others(tmp_path):
         ({"layers": "9"}, "layer 9 is out of range"),
         ({"spare": 2, "method": "svd"}, "spare=2: svd keeps every neuron"),
         ({"canonical": True, "method": "unstructured"}, "canonical=True: unstructured keeps every"),
-        ({"spare": 20, "ratio": 0.5}, "layer .: of 24 neurons 20 are spared, none left"),
+        ({"spare": 20, "ratio": 0.5}, "layer .: of 24 neurons 20 are spared, and none is left"),
     ],
 )
 def test_bad_settings_are_refused(settings_, words):
@@ -256,7 +256,7 @@ def test_blocks_that_cannot_be_fused_are_named():
     refused(r"layer 0 has ffn/neuron_scale: fold the model first", fused, twice)
     folded, _ = SURGERIES["fold"](twice, {})
     assert fused(folded, ratio=0.5)[1]["inertia_share"] > 0
-    with pytest.raises(ValueError, match="layer 0: canonical=True is of gated blocks"):
+    with pytest.raises(ValueError, match="layer 0: canonical=True needs a gated block"):
         fused(model_of(tiny_of("bert")), canonical=True)
     bad = jax.tree.map(np.array, model_of().params)
     for leaf in jax.tree.leaves(bad):

@@ -138,8 +138,8 @@ def test_through_the_surgery(params, tmp_path):
         ({"protect": "bos:1.5"}, "protect='bos:1.5'"),
         ({"protect": "entropy:2"}, "protect='entropy:2'"),
         ({"protect": "entropy:0.1", "criterion": "similarity"}, "has no scores"),
-        ({"criterion": "bos", "streaming": True}, "never has the whole model"),
-        ({"lose": "massive:2", "streaming": True}, "never has the whole model"),
+        ({"criterion": "bos", "streaming": True}, "never loads the whole model"),
+        ({"lose": "massive:2", "streaming": True}, "never loads the whole model"),
         ({"protect": "random:5"}, "protect='random:5'"),
         ({"lose": "loud:5"}, "lose='loud:5'.*random:5"),
         ({"lose": "bos:5", "criterion": "similarity"}, "has no scores"),
@@ -179,4 +179,4 @@ def test_a_criterion_of_ones_own_is_given_activations(params, monkeypatch):
 
 def test_an_activation_that_was_not_taken(params):
     ffn = unstack(params)["layers"][0]["ffn"]
-    refused("layer 0: this criterion looks at activations", layer_scores, "bos", ffn, layer=0)
+    refused("layer 0: this criterion needs activations", layer_scores, "bos", ffn, layer=0)

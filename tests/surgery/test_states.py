@@ -306,8 +306,8 @@ def test_fewer_tokens_than_neurons_are_refused():
 @pytest.mark.parametrize("name", ["prune", "fuse"])
 def test_both_surgeries_refuse_the_same_settings(name):
     for asked, told in (
-        ({"sequential": True}, "sequential=True is of compensation"),
-        ({"compensation": "gram"}, "compensation 'gram' looks at calibration text"),
+        ({"sequential": True}, "sequential=True works only with compensation"),
+        ({"compensation": "gram"}, "compensation 'gram' needs calibration text"),
         ({"compensation": "gram", "calibration": "own", "calibration_tokens": 9}, "at least 512"),
     ):
         refused(told, SURGERIES[name].check, asked)

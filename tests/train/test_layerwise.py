@@ -249,7 +249,7 @@ def test_bad_teachers_and_rewinds_are_refused(files, tmp_path):
     other = dataclasses.replace(few, params=jax.tree.map(lambda x: x * 1.5, few.params))
     for model, settings, words in (
         (few, {}, "teacher.model is empty"),
-        (whole, {"model": str(files / "bert")}, "the same FFNs: nothing is to be taught"),
+        (whole, {"model": str(files / "bert")}, "the same FFNs: nothing to distill"),
         (short, {"model": str(files / "bert")}, "has 3 layers, this model 2"),
         (other, {"model": str(files / "bert")}, "its embed/embedding is not this model's"),
     ):
@@ -257,7 +257,7 @@ def test_bad_teachers_and_rewinds_are_refused(files, tmp_path):
     refused("'layerwise' needs a teacher", value_of, few, batch_of(few.config))
     refused("states='blocks'", layerwise_term, TermContext("layerwise"), states="blocks")
     for settings, words in (
-        ({"method": "fusion", "rewind": "x"}, "rewind='x' is of method='unstructured' alone"),
+        ({"method": "fusion", "rewind": "x"}, "rewind='x' works only with method='unstructured'"),
         ({"method": "unstructured", "rewind": str(files / "llama")}, "a model of another shape"),
     ):
         refused(words, SURGERIES["fuse"], whole, settings)
