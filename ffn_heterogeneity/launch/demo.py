@@ -1,7 +1,5 @@
 """`make demo`: what the NUCL paper says, shown on a real model in minutes on two CPU cores."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

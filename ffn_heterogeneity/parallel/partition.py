@@ -5,8 +5,6 @@ A user's rule is `(regex, value)`; the regex is searched (not matched whole) in 
 strict in both directions, so that neither a renamed leaf nor a mistyped rule passes silently.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ whatever the model. scripts/compress.py, stages and sweeps run them by `config.s
 are `abstract` also run on shapes alone, before a training (`config.prepare`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Surgeries on what stands beside kernels: LoRA, DoRA, MacDrop, NF4 put in, all folded away."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import zlib

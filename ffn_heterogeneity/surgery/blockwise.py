@@ -6,8 +6,6 @@ layer's moments; attention is computed once a layer (twice where it is `sequenti
 would hold all layers' moments at once, and cannot put a fitted layer before the next.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Calibration: rows of token ids for what looks at a model's states."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -17,8 +17,6 @@ Those of states over calibration text (`states.METHODS`) follow a removal (`bloc
 Ties go to the lowest survivor. What is solved is in float64; W returns to its own dtype at the end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

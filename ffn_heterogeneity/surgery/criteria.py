@@ -12,8 +12,6 @@ first (the paper does not meet this case; removing it is exact).
 (`similarity.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

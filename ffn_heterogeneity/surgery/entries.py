@@ -3,8 +3,6 @@
 A method is (blocks, kept share of their weights) -> the new blocks; `Place`s stay.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

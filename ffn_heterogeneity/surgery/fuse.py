@@ -17,8 +17,6 @@ weights out and keep the neurons. A neuron is a row (`neurons.rows_of`):
            after the activation (equation 14).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

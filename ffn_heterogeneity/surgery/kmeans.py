@@ -13,8 +13,6 @@ All of a start is one program: nothing comes to the host before the last step. O
 every one holds a share of K's columns, and of the distances.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple

@@ -8,8 +8,6 @@ minimum norm: singular values below sqrt(max(p, s) eps) of the largest count as 
 as a Gram matrix in float64 can tell.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -9,8 +9,6 @@ code has sum over b of exp(-d / b), d the Euclidean distance, b = 1, 2, 4, 8, 16
 the mean distance between two of the m + c points, made anew at each step, no part of the gradient.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

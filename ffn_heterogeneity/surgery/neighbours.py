@@ -6,8 +6,6 @@ its error is bounded (|fl(a.b) - a.b| <= p u |a| |b|, u the unit roundoff), and 
 could be nearest within that bound is measured exactly.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calibration text that needs no data: what the model itself writes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The surgery of one layer, which the model in memory and the checkpoint on disk share."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

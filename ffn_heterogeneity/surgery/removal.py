@@ -1,7 +1,5 @@
 """Removing inner neurons: rows of W, columns of G and U, and what belongs to them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Plans of a removal: by which criterion, how much, where; and the choice."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

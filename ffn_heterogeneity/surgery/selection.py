@@ -1,7 +1,5 @@
 """The choice of layers, of the number of neurons, and of neurons."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -12,8 +12,6 @@ min_i s_ij is mean(W_j^2) times the distance of j to its nearest neighbour, so n
 a merge changes one scalar, and only the columns whose nearest neighbour went look for another.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ffn_heterogeneity.surgery.neighbours import Neighbours, duplicate_groups

@@ -10,8 +10,6 @@ Iterative pruning: rounds of the surgery `score_mask` at rising ratios with `kee
 trainings of "/score$" between them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

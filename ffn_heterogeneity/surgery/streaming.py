@@ -5,8 +5,6 @@ The surgery of a layer is `reduce.reduce_layer`, which tensors are whose says th
 written by `save_pretrained`. Tensors that stay as they are are copied.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

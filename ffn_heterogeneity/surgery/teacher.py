@@ -1,7 +1,5 @@
 """A teacher beside a compressed model: the blocks that it had before (MLP Fusion, section IV-D)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

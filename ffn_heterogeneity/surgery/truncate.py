@@ -1,7 +1,5 @@
 """A model cut short: its first blocks alone (P-32, Tables 3, 4 and 7)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Whatever the memory layout of the leaves (a file holds the transposed kernels), 
 same and are added up in the same order, so the same neurons go.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

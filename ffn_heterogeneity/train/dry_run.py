@@ -6,8 +6,6 @@ links'. Where there is a compiler for the devices, the real step is compiled for
 and its collectives are then the compiler's own figures.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
