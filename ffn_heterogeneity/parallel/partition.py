@@ -120,6 +120,11 @@ def make_mesh(
     )
 
 
+def abstract_mesh(*sizes: int) -> AbstractMesh:
+    """A mesh of these sizes without devices: to plan on, not to compute on."""
+    return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
 def mesh_sizes(data: int, fsdp: int, tensor: int, count: int) -> tuple[int, ...]:
     """The sizes on `count` devices, with -1 filled in; errors as `make_mesh`."""
     sizes = [data, fsdp, tensor]

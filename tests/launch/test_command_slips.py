@@ -102,7 +102,7 @@ def test_slips_get_the_way_out(tmp_path, capsys):
     errors = [run(*shlex.split(slip), cwd=tmp_path, capsys=capsys).error for _, slip in slips]
     missed = [(x, error) for x, error in zip(slips, errors, strict=True) if x[0] not in error]
     assert [slip for slip, _ in missed] == slips[-1:], missed
-    assert not [*tmp_path.rglob("*")], "nothing was written, so nothing is left"
+    assert not [*tmp_path.glob("runs/*")], "nothing was written, so nothing is left"
 
 
 def test_every_config_is_listed_with_its_command(capsys, monkeypatch):
