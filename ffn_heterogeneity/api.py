@@ -1,7 +1,5 @@
 """The public face in Python: functions of `import ffn_heterogeneity as fh`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -4,8 +4,6 @@ and tables as text.
 Settings that come as a mapping become a frozen dataclass here, so that a slip is an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib
@@ -108,10 +106,12 @@ def settings_of(kind: type[Kind], given: Any) -> Kind:
     values, fields = dict(given or {}), dataclasses.fields(kind)
     check_known(values, [field.name for field in fields])
     for field in fields:
-        parts, value = str(field.type).split(" | "), values.get(field.name, field.default)
+        # A class, a union of some, or their text where annotations are postponed.
+        kinds = getattr(field.type, "__name__", str(field.type))
+        parts, value = kinds.split(" | "), values.get(field.name, field.default)
         wanted = tuple(_TYPES[part] for part in parts if part in _TYPES)
         if len(wanted) == len(parts) and not isinstance(value, wanted):
-            raise ValueError(f"{field.name}={value!r}: {field.type} is expected")
+            raise ValueError(f"{field.name}={value!r}: {kinds} is expected")
     return kind(**values)
 
 

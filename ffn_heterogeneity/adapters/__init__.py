@@ -6,8 +6,6 @@ over, and whether it trains, is said here once (`leaf.Leaf`): sharding, removal 
 decay and what trains follow from it (models/leaves.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

@@ -12,8 +12,6 @@ The two multipliers of `losses.sparsity_terms.size_term` are here too: every ker
 the means over all kernels are those of the paper.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Mapping

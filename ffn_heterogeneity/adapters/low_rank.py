@@ -1,7 +1,5 @@
 """A kernel as the product of two thin ones that train: K = A B, never materialized in a step."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

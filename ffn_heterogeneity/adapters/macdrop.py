@@ -8,8 +8,6 @@ so it gives masked columns their length back: MacDrop does less there (docs/repr
 Evaluation and export know nothing of it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import zlib

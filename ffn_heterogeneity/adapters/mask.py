@@ -6,8 +6,6 @@ clip the scores to [0, 1] after each step; here a score stays where a step left 
 that leads it further out is 0.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Benchmarks of losses and models: each builds its programs, and `timing` interleaves them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The page of benchmarks whose results.json were kept: a section a question, a row a run."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The calls of `cases.time_model` by torch `transformers`, on the same weights (extra `parity`)."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`scripts/benchmark.py`: every benchmark by name, and the questions that it answers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

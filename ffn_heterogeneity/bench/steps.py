@@ -1,7 +1,5 @@
 """Training steps of configs, interleaved: the cost of a piece, tokens per second and MFU."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re

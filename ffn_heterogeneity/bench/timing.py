@@ -4,8 +4,6 @@ Every comparison is made inside one run: the programs take turns, round after ro
 machine that slows down slows all of them.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

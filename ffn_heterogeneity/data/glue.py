@@ -4,8 +4,6 @@ What a task is: which fields hold its texts and its answer, what its labels are 
 their numbers, which metrics judge it, and where its data is.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

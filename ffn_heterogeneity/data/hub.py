@@ -1,7 +1,5 @@
 """Parquet files, and data sets of `datasets`: of the hub, stored or not, and saved folders."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

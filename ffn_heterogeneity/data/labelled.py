@@ -5,8 +5,6 @@ stand together, the fullest of what they share. Which rows a batch has the seed 
 and no length does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -6,8 +6,6 @@ many as its weight is thus read once in such a stretch; a smaller one starts aga
 Draw k is a function of k and the seed alone, so a place in the stream is still one number.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence

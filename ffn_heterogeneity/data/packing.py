@@ -15,8 +15,6 @@ Rows are packed by grain: running text by `ConcatThenSplitIterDataset` (document
 document goes on in the next row), examples by `FirstFitPackIterDataset` (whole in one row).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import logging

@@ -1,7 +1,5 @@
 """Long texts cut into passages at blank lines, lines or spaces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 PASSAGE_CHARS = 16_384

@@ -7,8 +7,6 @@ same in every process, so the stream of tokens is the same on any number of them
 on with another number. Validation: the same, one pass over the held-out records in order.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping, Sequence

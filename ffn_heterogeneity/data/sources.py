@@ -6,8 +6,6 @@ read and checked whole when they are opened: a broken line 90,000 is reported no
 of training. Data larger than memory belongs in parquet or in a data set of the hub (hub.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

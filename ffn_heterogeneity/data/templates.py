@@ -5,8 +5,6 @@ from looping: hence one process, started with the first conversation and kept, i
 transformers' own function renders (`io.child`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

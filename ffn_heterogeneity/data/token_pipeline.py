@@ -4,8 +4,6 @@ Row numbers -> this epoch's shuffle -> next epoch -> global batch of numbers -> 
 of it, read from the memory maps in a background thread. A process reads no row but its own.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import zlib

@@ -10,8 +10,6 @@ which is what `packing.Encoder` and `pack` make of running text. With bos "segme
 of a row that starts inside a document is a bos as well; with "document" it is the token before.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Windows for perplexity: a long text as rows of ids in which every position after the first is
 predicted (MW, section 4; the protocol of the code its authors used)."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -9,8 +9,6 @@ is counted once; scores of all questions, and of as many resamples of them as a 
 sums of it.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -11,8 +11,6 @@ drawn together or not at all. Parts of a task (WebNLG's seen and unseen categori
 their own as well, as "<task>_<part>".
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import sys

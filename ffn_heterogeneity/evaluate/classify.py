@@ -1,7 +1,5 @@
 """Labels, or numbers, that a trained model gives to texts: from Python, and of a file's rows."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import functools

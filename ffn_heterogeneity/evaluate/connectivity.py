@@ -1,7 +1,5 @@
 """Entropy, gini and mstd of a model's outgoing weights, layer by layer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Angular displacement of the residual stream by each block, in any model (JREG, section 3)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

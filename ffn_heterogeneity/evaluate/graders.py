@@ -11,8 +11,6 @@ by their mark:
   graders of this package      harness_tasks/grading.py, where programs run in the sandbox
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

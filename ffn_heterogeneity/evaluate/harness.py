@@ -1,7 +1,5 @@
 """Our models as a language model of lm-evaluation-harness (extra `eval`); torch is not needed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

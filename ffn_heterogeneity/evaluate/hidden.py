@@ -1,7 +1,5 @@
 """Hidden states of every layer, in the convention of the usual torch library."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Token ids to evaluate on: windows of a text, rows of a .npy file, or documents of JSONL."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Of labels everything is a function of the confusion table C[reference, predictio
 of n rows has a multinomial table of n draws from C / n: no row is drawn by itself.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

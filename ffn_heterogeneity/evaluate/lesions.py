@@ -1,7 +1,5 @@
 """The cost of losing each neuron alone; the forward pass starts at the state before its layer."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """The layer where massive activations begin, and the weights that make them (MW, section 2)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -12,8 +12,6 @@ them, and the kernels are added up over columns of the gradients: no example's g
 there as a whole.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

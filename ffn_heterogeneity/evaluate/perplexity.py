@@ -1,7 +1,5 @@
 """Perplexity over non-overlapping windows (MW and its evaluation code; NUCL's Table 4 models)."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """`scripts/evaluate.py` and `scripts/analyze.py`: what can be measured of a model, by name."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

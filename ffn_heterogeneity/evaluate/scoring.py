@@ -9,8 +9,6 @@ of the request alone. Unrelated trees fill a row up: there is next to no padding
 evaluation runs through one or two compiled programs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

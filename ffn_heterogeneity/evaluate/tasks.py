@@ -1,7 +1,5 @@
 """Tasks with metrics, run by lm-evaluation-harness on a model in memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import numbers

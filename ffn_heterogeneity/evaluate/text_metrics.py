@@ -5,8 +5,6 @@ A reference is `{"texts": [...]}`; words are cut as sacrebleu's defaults say (BL
 values are sacrebleu's as well, 0 to 100; TER, which is better low, may be higher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ language model's own head is `models.causal_lm.logits`: its matrix may be the ti
 training never materializes its output.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -10,8 +10,6 @@ whatever else the model's file holds: BERT's pooler (a dense layer of the head w
 none), RoBERTa's dense and tanh (never a pooler), a decoder's bare projection without a bias.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Stored tensors + name rules -> a parameter tree, strictly: every tensor is used exactly once."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

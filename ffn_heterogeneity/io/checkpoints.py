@@ -1,7 +1,5 @@
 """Checkpoints of a run: orbax arrays, JSON beside them, and a manifest that tells damage."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

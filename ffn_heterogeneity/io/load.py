@@ -1,7 +1,5 @@
 """`load_model`, `load_config`: a directory, a GGUF file, a preset's name or a hub id."""
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import functools

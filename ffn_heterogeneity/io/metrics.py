@@ -1,7 +1,5 @@
 """Metrics of a run: `metrics.jsonl` (one object a line), TensorBoard events, Weights & Biases."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -3,8 +3,6 @@
 The bytes are those that the `safetensors` library writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

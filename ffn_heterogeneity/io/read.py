@@ -4,8 +4,6 @@ What is refused names the file (and the line) and the trouble, in one line. Link
 are followed: the hub's cache is made of them.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import os

@@ -1,7 +1,5 @@
 """Bytes of files brought into the page cache before they are asked for, by a thread."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence

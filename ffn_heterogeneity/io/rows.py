@@ -5,8 +5,6 @@ lists every name. Directories of earlier versions have no rows.jsonl: `rows_of` 
 of their results.json.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 Nothing of an archive is written anywhere.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator, Sequence

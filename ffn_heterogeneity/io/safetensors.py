@@ -4,8 +4,6 @@ The `safetensors` library validates the header; the bytes are then memory-mapped
 nothing until it is used and a checkpoint is never held twice.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -6,8 +6,6 @@ First it is read in a process with bounds (`io.child`), and a page of every kind
 it, while this one imports `transformers`. A text may still be made for a tokenizer that passes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A work directory belongs to one run: its config, command and versions are written into it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

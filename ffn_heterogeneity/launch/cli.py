@@ -1,7 +1,5 @@
 """The launchers' common parts: flags, help, the work directory, one line for an error."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

@@ -1,7 +1,5 @@
 """The commands by name: each runs a script's config, a stage of a run, a point of a sweep."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

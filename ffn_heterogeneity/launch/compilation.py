@@ -1,7 +1,5 @@
 """Compiled programs that outlive their process: JAX's persistent cache, in the user's own cache."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

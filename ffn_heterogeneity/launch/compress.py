@@ -1,7 +1,5 @@
 """`scripts/compress.py`: a model in, another model and the report of what was done out."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

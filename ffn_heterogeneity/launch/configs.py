@@ -1,7 +1,5 @@
 """Config files: find them, load them, list them, and the command that runs each."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """`make demo`: neurons removed without data, then recovery, on a real model and two CPU cores."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import time

@@ -1,7 +1,5 @@
 """`scripts/evaluate.py`: a measurement by name, or the validation of a training's config."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from etils import epath

@@ -1,7 +1,5 @@
 """`scripts/train.py`: one run, one for each of several seeds, or a run of stages."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`--help`: a script about itself, its flags, a config's keys by group with their comments."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A surgery, then scores, in memory: a row of NUCL's Table 4, of massive weights' Table 1."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

@@ -1,7 +1,5 @@
 """`scripts/prepare_data.py`: texts in, token shards and, where asked, a tokenizer out."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools

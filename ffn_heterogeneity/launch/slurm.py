@@ -1,7 +1,5 @@
 """Points of a sweep as jobs of a cluster, through submitit (extra `slurm`)."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

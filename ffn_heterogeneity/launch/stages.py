@@ -5,8 +5,6 @@ wrote, so a run that was interrupted between two stages goes on from the very by
 uninterrupted one reads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -14,8 +14,6 @@ A point's name is its directory and its row in a table: given, or made of its se
 ("seed=0,weight=10").
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

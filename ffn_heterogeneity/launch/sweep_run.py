@@ -1,7 +1,5 @@
 """`scripts/sweep.py`: runs the points of a sweep, each in a directory of its own, resumably."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

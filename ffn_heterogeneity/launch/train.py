@@ -3,8 +3,6 @@
 config -> objective, model, prepared tree -> built step -> loop -> results and export
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

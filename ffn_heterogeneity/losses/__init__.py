@@ -1,7 +1,5 @@
 """Losses: each a small pure function and a line of `TERMS`; a config's groups choose among them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses of labels and of numbers, over the rows of a batch that hold one."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

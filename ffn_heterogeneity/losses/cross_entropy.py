@@ -14,8 +14,6 @@ On a mesh every device takes its own rows: chunks of all rows or of V would gath
 state or the whole embedding.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -25,8 +25,6 @@ twice, and writes the gradient once: 6 x 4 bytes a weight, in Gemma-2 2B (552M o
 three numbers a row and n a layer are all-reduced; no weight needs to be gathered.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

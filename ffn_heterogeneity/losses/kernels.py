@@ -1,7 +1,5 @@
 """The effective kernels that losses on weights read, layer by layer, stacked ones together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ without a gradient. The paper sums over layers; padding counts nowhere (it does 
 code).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The language-modelling loss as a term; what it computes is in `cross_entropy.py`."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

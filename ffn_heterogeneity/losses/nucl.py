@@ -3,8 +3,6 @@
 The formulas, their closed-form gradients and what happens on degenerate rows: `nucl_rows.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

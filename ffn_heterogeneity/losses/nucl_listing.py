@@ -5,8 +5,6 @@ row is NaN in all three, a uniform row has an infinite mstd gradient, a zero wei
 gradient. Training never calls it.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import entr

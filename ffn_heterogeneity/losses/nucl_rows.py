@@ -23,8 +23,6 @@ all-reduce, and its slow branch four more), reads the weights once more, and r i
 centred whatever the row's scale.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

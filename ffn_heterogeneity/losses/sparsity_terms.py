@@ -1,7 +1,5 @@
 """Losses of learned sparsity: the size that gates keep (FLOP), the norm of scores (GEM-MINER)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import jax

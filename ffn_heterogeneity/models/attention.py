@@ -1,7 +1,5 @@
 """Attention, causal or not: grouped queries, rotary, windows, soft-caps, QK-norm, packed rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -16,8 +16,6 @@ Nothing but these functions may touch the link, and it starts as something that 
 out like the residual stream. Reverse mode only.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -3,8 +3,6 @@
 Of a causal mask those after the block, of a window those before it; of any other mask none.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

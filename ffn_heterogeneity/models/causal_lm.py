@@ -1,7 +1,5 @@
 """Language models and encoders: forward, logits."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """The feed-forward block: the subject of every paper here."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ of them a call. Between calls the host looks for stop strings. Temperature, top-
 tokens are arrays, so a program is compiled once per (rows, prompt bucket, new-token bucket).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

@@ -6,8 +6,6 @@ of the depth; and to read it back it makes a float32 copy of the stack. Integers
 in place.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -5,8 +5,6 @@ checks of readers follow from here (and from `adapters`, for what stands beside 
 or a feature adds its leaf in `inner_leaves` or `outer_leaves`, and in the module that reads it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """The one place where a kernel meets its adapters, and the one way modules read their leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

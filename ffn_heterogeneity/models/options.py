@@ -1,7 +1,5 @@
 """Options of computing a model: dtype, rematerialisation, kernels, layouts on a mesh."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

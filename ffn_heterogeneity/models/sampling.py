@@ -1,7 +1,5 @@
 """The choice of the next token, and the end of a text."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

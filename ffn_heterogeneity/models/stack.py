@@ -6,8 +6,6 @@ local, global) repeated r times; its parameters are stored stacked, `[r, ...]` a
 s + j * P + p.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple

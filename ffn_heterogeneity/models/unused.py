@@ -1,7 +1,5 @@
 """Leaves that a model's outputs do not depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

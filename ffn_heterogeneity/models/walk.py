@@ -4,8 +4,6 @@ What experts have of their own has the axis "expert" (models/leaves.py); how man
 are says the config, never a leaf's rank: codes and factors have ranks of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

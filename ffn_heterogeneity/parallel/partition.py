@@ -5,8 +5,6 @@ A user's rule is `(regex, value)`; the regex is searched (not matched whole) in 
 strict in both directions, so that neither a renamed leaf nor a mistyped rule passes silently.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -120,6 +118,11 @@ def make_mesh(
     return jax.make_mesh(
         sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(sizes)]
     )
+
+
+def abstract_mesh(*sizes: int) -> AbstractMesh:
+    """A mesh of these sizes without devices: to plan on, not to compute on."""
+    return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def mesh_sizes(data: int, fsdp: int, tensor: int, count: int) -> tuple[int, ...]:

@@ -1,7 +1,5 @@
 """Arrays from the host to the devices and back, in one process or many."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several processes that train as one: how they find each other, and who speaks."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

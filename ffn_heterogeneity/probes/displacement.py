@@ -9,8 +9,6 @@ hidden states of the usual torch library are those after it. And over which toke
 real ones, or the last of each document, whose next word is asked for.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -8,8 +8,6 @@ the first huge number in i, the intermediate state, of one early layer. Where a 
 branches' outputs as well, b and f are those before that norm.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """The one loop over data that observes a model: a forward pass a batch, and what its probes saw."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ encoder's pooled token is its first, [CLS]; a decoder's is the last that is no p
 padding stands.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

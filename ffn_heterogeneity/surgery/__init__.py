@@ -8,8 +8,6 @@ checks that need no model. scripts/compress.py, stages and sweeps run the surger
 (`config.prepare`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

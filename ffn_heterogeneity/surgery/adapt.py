@@ -1,7 +1,5 @@
 """Surgeries that insert LoRA, DoRA, MacDrop or NF4 into kernels, and that fold adapters away."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import zlib

@@ -1,7 +1,5 @@
 """Attacks on massive weights: set columns of G and U of one layer to 0 (MW, section 2.3)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ streams and the moments of one layer; attention is computed once per layer (twic
 top of the fitted one before it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -18,8 +18,6 @@ Compensations that use states on calibration text (`states.METHODS`) run after t
 cast back to its dtype at the end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -12,8 +12,6 @@ first (a case that the paper does not treat; the removal is exact).
 (`similarity.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

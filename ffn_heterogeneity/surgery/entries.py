@@ -3,8 +3,6 @@
 A method is (blocks, kept share of their weights) -> new blocks under the same `Place`s.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -17,8 +17,6 @@ remove weights and keep all neurons. A neuron is a row (`neurons.rows_of`):
            as a factor after the activation (equation 14).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -13,8 +13,6 @@ Each start is one compiled program that returns to the host only after the last 
 devices, K's columns and the distances are sharded.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple

@@ -8,8 +8,6 @@ that of minimum norm: singular values below sqrt(max(p, s) eps) times the larges
 which is the resolution of a Gram matrix in float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -10,8 +10,6 @@ b = 1, 2, 4, 8, 16 times a quarter of the mean distance between two of the m + c
 is recomputed at each step and is not differentiated.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -6,8 +6,6 @@ bounded (|fl(a.b) - a.b| <= p u |a| |b|, u the unit roundoff), and the distance 
 could be nearest within that bound is computed exactly.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

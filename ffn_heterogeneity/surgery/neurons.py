@@ -1,7 +1,5 @@
 """Feed-forward blocks as bundles of neurons: one row each, and back (MLP Fusion, section IV-B)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

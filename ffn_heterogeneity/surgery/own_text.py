@@ -1,7 +1,5 @@
 """Self-generated calibration text, which needs no data."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

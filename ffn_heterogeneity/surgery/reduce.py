@@ -1,7 +1,5 @@
 """Neuron removal in one layer, shared by models in memory and checkpoints on disk."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Removal of inner neurons: rows of W, columns of G and U, and their biases and factors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

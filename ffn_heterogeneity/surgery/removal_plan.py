@@ -1,7 +1,5 @@
 """Removal plans (criterion, amount, layers), and the choice of neurons by them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

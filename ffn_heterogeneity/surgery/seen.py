@@ -1,7 +1,5 @@
 """Activations of each neuron on bos and on calibration text, for criteria that need them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Choice of layers, of the number of neurons to remove, and of the neurons."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

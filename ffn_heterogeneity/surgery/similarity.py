@@ -12,8 +12,6 @@ min_i s_ij is mean(W_j^2) times the distance of j to its nearest neighbor, so no
 a merge changes one scalar, and only neurons whose nearest neighbor was removed search again.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ffn_heterogeneity.surgery.neighbours import Neighbours, duplicate_groups

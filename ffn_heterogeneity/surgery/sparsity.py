@@ -10,8 +10,6 @@ Iterative pruning alternates the surgery `score_mask` (at rising ratios, with `k
 training of the leaves "/score$".
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

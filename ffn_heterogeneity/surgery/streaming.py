@@ -5,8 +5,6 @@ The result has the same bytes as the model reduced in memory and written by `sav
 Unchanged tensors are copied.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

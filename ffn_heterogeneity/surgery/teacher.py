@@ -1,7 +1,5 @@
 """A teacher inside a compressed model: its FFNs from before (MLP Fusion, section IV-D)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

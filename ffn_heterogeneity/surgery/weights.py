@@ -4,8 +4,6 @@ The memory layout of the leaves does not matter (files store transposed kernels)
 summed in the same order, so the same neurons are chosen.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

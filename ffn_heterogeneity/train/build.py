@@ -1,7 +1,5 @@
 """The parts of a plan (train/plan.py): objective, loss, refreshes, options, what trains."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

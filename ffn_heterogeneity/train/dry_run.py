@@ -6,8 +6,6 @@ links'. Where there is a compiler for the devices, the real step is compiled for
 and its collectives are then the compiler's own figures.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -16,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from etils import epath
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.models.config import ModelConfig
@@ -90,8 +88,7 @@ def _trained(built: Plan) -> int:
 def _mesh(sizes: Mapping[str, int], target: Target) -> Mesh | AbstractMesh:
     if target.devices is not None:
         return partition.make_mesh(**sizes, devices=target.devices)
-    shape = partition.mesh_sizes(**sizes, count=target.count)
-    return AbstractMesh(shape, partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return partition.abstract_mesh(*partition.mesh_sizes(**sizes, count=target.count))
 
 
 def step_flops(built: Plan) -> dict[str, float]:

@@ -1,7 +1,5 @@
 """Refusals that cost nothing, before a model is read: packages, a login, paths of data."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Iterator, Mapping

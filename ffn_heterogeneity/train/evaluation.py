@@ -1,7 +1,5 @@
 """Validation metrics of a tree of parameters, exact over all examples of the held-out sets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Peak figures of devices: the vendors' by name, or measured on this machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math

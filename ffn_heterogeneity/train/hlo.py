@@ -1,7 +1,5 @@
 """Bytes that a compiled program moves between devices, read from its HLO text."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

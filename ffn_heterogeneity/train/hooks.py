@@ -1,7 +1,5 @@
 """Hooks between the steps of a run: measuring, remembering the best, hearing a signal."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import math

@@ -1,7 +1,5 @@
 """Labels and numbers as an objective: one answer a row, from a vector pooled over depth (P-32)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

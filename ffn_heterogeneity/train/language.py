@@ -1,7 +1,5 @@
 """Language modelling, the objective that a config need not name: the next token of every place."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Mapping, Sequence

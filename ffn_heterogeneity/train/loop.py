@@ -1,7 +1,5 @@
 """The training loop: steps, evaluation, checkpoints, resume, and an orderly end in every case."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

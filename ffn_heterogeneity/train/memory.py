@@ -1,7 +1,5 @@
 """The host's memory: how much this process can still take."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

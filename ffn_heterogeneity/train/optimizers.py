@@ -4,8 +4,6 @@
 parameters. The rate is an array, so schedules and sweeps never recompile.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

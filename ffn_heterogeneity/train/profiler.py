@@ -1,7 +1,5 @@
 """A trace of chosen steps, to be looked at in TensorBoard or Perfetto."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from typing import Any

@@ -3,8 +3,6 @@
 Everything behind it takes this one, so that a key has one meaning and one place where it is read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any

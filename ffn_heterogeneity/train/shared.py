@@ -1,7 +1,5 @@
 """Several runs of one process: the loaded model and the planned programs that they share."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Of shapes alone too, so that a run is planned before any weight is read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping

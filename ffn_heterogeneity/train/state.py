@@ -1,7 +1,5 @@
 """The state of a training step, and the split into trainable and frozen leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """One optimiser step as one compiled, donated function: `train_step(state, batch, hyper)`."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -144,9 +144,10 @@ def looked_at() -> list[float]:
 
 
 def pages(folder: str = "**") -> list:
-    return sorted(DOCS.glob(f"{folder}/*.md")) + (
-        [REPOSITORY / "README.md"] if folder == "**" else []
-    )
+    return [
+        *sorted(DOCS.glob(f"{folder}/*.md")),
+        *(REPOSITORY.glob("*.md") if folder == "**" else ()),
+    ]
 
 
 def test_states():

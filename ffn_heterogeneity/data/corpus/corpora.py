@@ -12,8 +12,6 @@ chunk becomes one shard, whoever makes it, so any number of processes makes the 
 Text and JSONL may be packed (.gz). `documents` reads the chunks.
 """
 
-from __future__ import annotations
-
 import collections
 import glob
 import hashlib

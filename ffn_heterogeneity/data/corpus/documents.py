@@ -2,8 +2,6 @@
 data sets row group by row group, so that a document of text may be longer than memory.
 """
 
-from __future__ import annotations
-
 import codecs
 import dataclasses
 import functools

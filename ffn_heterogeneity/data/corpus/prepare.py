@@ -6,8 +6,6 @@ manifest, which makes the directory readable, comes last and takes the place of 
 same command on a finished directory checks it and makes damaged shards anew.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Documents to ids, and a chunk of them to its shard."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Trains a byte-level BPE tokenizer: every text can be written with it, none needs <unk>."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

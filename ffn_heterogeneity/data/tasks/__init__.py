@@ -1,7 +1,5 @@
 """Tasks by name: `TASK`, or the several `TASKS`, of every module here; nothing else to edit."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil

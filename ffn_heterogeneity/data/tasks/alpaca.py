@@ -6,8 +6,6 @@ instruction and, on the next line, the input, as the fine-tuning tool of the mas
 puts them; in the loss is the answer alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The interface of a task: how a record becomes a prompt and a target."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Prompt and response records under the field names in common use."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

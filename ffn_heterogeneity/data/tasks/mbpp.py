@@ -4,8 +4,6 @@ The prompt is that of the evaluation (`evaluate/harness_tasks/mbpp.yaml`), so th
 model meets the form it was trained on; "[DONE]" is where generation stops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

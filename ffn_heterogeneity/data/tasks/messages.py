@@ -16,8 +16,6 @@ Contents lose the white space around them, as in the Tulu recipe and Gemma's tem
 templates this is ours: a turn that begins with a space would share a token with its header).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -8,8 +8,6 @@ Rows are read as the official files have them and as the hub does, where labels 
 MultiRC and ReCoRD are flat and WSC has no "target".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -9,8 +9,6 @@ have no room for it. A draw depends on the seed, the question's batch and its pl
 batches are cut from all questions: where a run was stopped changes nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Calls of an OpenAI-compatible chat endpoint, by the `openai` client (extra `judge`)."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """A judge's prompts, and reading its answers. The words are ours, the marks MT-bench's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

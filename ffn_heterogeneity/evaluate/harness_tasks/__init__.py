@@ -19,8 +19,6 @@ Numbers of examples by default: MMLU, TriviaQA, NQ-open and GSM8K 5, HellaSwag 1
 3, all others 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

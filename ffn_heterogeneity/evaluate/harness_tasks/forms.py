@@ -4,8 +4,6 @@ A form takes one row and returns the fields that the task reads, or None for a r
 of the task. A missing field, another type or an answer that is none is a `DataError`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Mapping

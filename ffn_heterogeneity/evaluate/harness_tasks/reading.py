@@ -1,7 +1,5 @@
 """Files of a task -> its rows: the questions, and the examples that may stand before them."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Sequence

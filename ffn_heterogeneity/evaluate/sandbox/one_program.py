@@ -1,7 +1,5 @@
 """One program in one sandbox: starts it, reads what it says, ends it, says how it went."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

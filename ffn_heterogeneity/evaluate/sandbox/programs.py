@@ -12,8 +12,6 @@ equal to everything, or a hunt through the interpreter for the token that proves
 reached. Under bubblewrap the number of files in /tmp is bounded by time only.
 """
 
-from __future__ import annotations
-
 import functools
 import shutil
 import sys

@@ -9,8 +9,6 @@ With bubblewrap, it is bwrap that makes the namespaces, and the keeper is what i
 library only; started by `sandbox/programs.py`, which never forks itself (its process has threads).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -4,8 +4,6 @@ Standard library only, and nothing from this package: a bare interpreter imports
 the sandbox (evaluate/sandbox/sandbox_child.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -1,7 +1,5 @@
 """GGUF files out, for llama.cpp and what is built on it: F32, F16 or Q8_0."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

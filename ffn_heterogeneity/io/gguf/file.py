@@ -5,8 +5,6 @@ views) and reports a cut file as whatever numpy trips over; this parser takes 0.
 Layout: magic, version, counts, key-value pairs, tensor table, padding, data; little-endian.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import mmap

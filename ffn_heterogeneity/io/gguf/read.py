@@ -3,8 +3,6 @@
 llama.cpp's converter reorders or shifts some tensors; each family's `gguf_transform` undoes that.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -4,8 +4,6 @@ Two kinds exist for our families: byte-level BPE (tokenizer.ggml.model "gpt2"), 
 is named by tokenizer.ggml.pre, and SentencePiece BPE ("llama"), whose merges follow the scores.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A tokenizer as a GGUF file's fields: the inverse of gguf_tokenizer.py."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model card (README.md) of a directory written here, and the way to the hub."""
 
-from __future__ import annotations
-
 import collections
 import os
 import re

@@ -4,8 +4,6 @@ Other poolings over depth have no class there. They are saved in structure/, wit
 and the model card prints the lines of torch that compute them (`torch_facts`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any

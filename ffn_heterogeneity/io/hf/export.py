@@ -7,8 +7,6 @@ config under "ffn_heterogeneity" too, for what config.json cannot express. Class
 head on the last layer, `...ForSequenceClassification` (io/hf/classifiers.py), in any of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -7,8 +7,6 @@ same on a base of Conv1D modules (GPT-2's kernels are stored [in, out]); `fan_in
 describes the base, whose class decides in PEFT too.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@
 Its inverse, `save_pretrained`, is written in `export.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

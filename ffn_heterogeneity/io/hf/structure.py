@@ -10,8 +10,6 @@ A reader of ours puts the leaves back; where a file of structure/ is missing or 
 folded weights are no longer those that were written (another tool trained them), it refuses.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -3,8 +3,6 @@
 A further family is one module with a `FAMILY` and one entry in `_MODULES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Its readers (llama.cpp's converter, mlx-lm, vLLM) take `ffn_mult` and round 2/3 
 to a multiple of 256, so other widths cannot be written. No code comes with it (`auto_map`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Learned positions and token types, norms, biases and plain FFNs with exact GELU.
 models were pre-trained with have no place here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """Gemma 3, text models (270M, 1B): five local layers to one global, two thetas, QK-norm."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

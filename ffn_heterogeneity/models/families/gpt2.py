@@ -3,8 +3,6 @@
 Files hold kernels as OpenAI's Conv1D did, [in, out] as here, with queries, keys and values in one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ LayerNorms with bias, biases everywhere, plain FFNs with exact GELU, attention a
 on the residual stream, a quarter of each head rotated, one tensor for queries, keys and values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

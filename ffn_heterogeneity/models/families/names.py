@@ -1,7 +1,5 @@
 """Names of stored tensors: Llama's, those with post-norms, llama.cpp's, BERT's."""
 
-from __future__ import annotations
-
 from ffn_heterogeneity.models.families.rules import name_table
 
 _HF_TOP = {

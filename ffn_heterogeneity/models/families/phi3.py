@@ -1,7 +1,5 @@
 """Phi-3 (mini and medium, 4k): Llama's block, projections of one input in one tensor, a window."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

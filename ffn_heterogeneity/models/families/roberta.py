@@ -4,8 +4,6 @@ Its table of positions begins with rows that no token uses, as many as the paddi
 its classifiers read the first token themselves, so that models saved with a head have no pooler.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules: which leaves are which tensors of a file, and how the bits are permuted."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
