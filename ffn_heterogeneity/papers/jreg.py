@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.papers.nucl import EVALUATION, windows
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
-from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
+from ffn_heterogeneity.report.stats import FAILS, OPEN, TOLD, interval, verdict
 
 JREG = "losses.jreg."
 WEIGHT, ALPHA = JREG + "weight", JREG + "alpha"
@@ -113,17 +112,17 @@ def table_3(runs: Frame) -> Frame:
 
 
 def table_7(runs: Frame, curves: Frame) -> Frame:
-    rows = over_steps(runs, curves)
+    """zeta_L at each fifth of a training, or of a series of checkpoints."""
+    rows = over_steps(runs, curves).sort_values("step", kind="stable")
     finished = rows.series.notna() | rows["run"].isin(runs["run"])
     rows = rows[(rows.what == ZETA) & finished]
-    total = rows.total.where(rows.total.notna(), rows.groupby("curve")["step"].transform("max"))
-    fifth = (5 * rows["step"].astype(float) / total.astype(float)).round()
-    rows = rows.assign(column=(20 * fifth).map("{:g}%".format))
-    rows = rows[(rows["step"] == (fifth / 5 * total.astype(float)).round()) & (fifth > 0)]
-    rows = rows.sort_values("step", kind="stable")
+    last = rows.groupby("curve")["step"].transform("max")
+    total, step = (x.astype(float) for x in (rows.total.fillna(last), rows["step"]))
+    fifth = (5 * step / total).round()
     labels = {"Model": rows.model.where(rows.series.notna(), "trained here")}
     labels |= {"Size": rows["size"].replace(SIZES).fillna("-"), "place": "here: " + rows.curve}
-    return c.pivot(rows, labels)
+    rows = rows[(step == (fifth / 5 * total).round()) & (fifth > 0)]
+    return c.pivot(rows, labels, (20 * fifth).map("{:g}%".format))
 
 
 def figure_5(runs: Frame) -> Frame:
@@ -141,7 +140,7 @@ def pretraining(runs: Frame) -> Frame:
 
 def against_baseline(rows: Frame, what: str, index: list[str]) -> Any:
     """Trainings with JREG against the baseline of the same seed and setup."""
-    rows = c.last(rows[rows.what == what])
+    rows = rows[rows.what == what]
     ours, base = (rows[rows.Method == x] for x in (OURS, "Baseline"))
     free = (WEIGHT, ALPHA, "loss", "alpha", "Method", "curve")
     return c.against(ours, base, index, ["size", "setup", "place"], free)
@@ -231,15 +230,12 @@ def published(runs: Frame) -> Frame:
 
 def within(rows: Frame, low: float, high: float) -> Frame:
     """The last zeta_L, and whether that of every seed is between these."""
-
-    def told(its: Any) -> str:
-        holds = HOLDS if its.between(low, high).all() else FAILS
-        return holds if np.isfinite(its).all() else OPEN
-
     rows = c.last(rows[rows.what == ZETA])
     c.one_setting(rows, c.CLAIM)
+    rows = rows.assign(holds=rows["value"].between(low, high), known=np.isfinite(rows["value"]))
     by = rows.groupby(c.CLAIM, sort=False)
-    return by.agg(value=("cell", c.spread), verdict=("value", told)).reset_index()
+    made = by.agg(value=("cell", c.spread), holds=("holds", "all"), known=("known", "all"))
+    return made.assign(verdict=made.holds.map(TOLD).where(made.known, OPEN)).reset_index()
 
 
 def rising(runs: Frame, curves: Frame) -> Frame:
@@ -249,16 +245,15 @@ def rising(runs: Frame, curves: Frame) -> Frame:
     finished = rows["run"].isin(runs["run"]) & (rows.Method == "Baseline")
     rows, made = rows[(rows.what == ZETA) & (rows.series.notna() | finished)], []
     places = rows["size"] + ", " + rows.steps + " steps" + rows.place.str[4:]
-    places = places.where(rows.series.isna(), rows.curve)
-    for place, its in rows.groupby(places, sort=False):
-        table = its.pivot_table(index="run", columns="step", values="value").dropna(axis=1)
-        fifths = [round(x * max(table.columns, default=0) / 5) for x in range(1, 6)]
-        steps = fifths if set(fifths) <= set(table.columns) else [x for x in table.columns if x]
-        for before, step in pairwise(steps):
-            apart = (table[step] - table[before]).tolist()
-            told = verdict(interval(apart), 1) if any(apart) else FAILS
-            made.append((place, f"step {step:,d}", interval(apart), told))
-    return pandas.DataFrame(made, columns=[*c.CLAIM, "value", "verdict"])
+    for place, its in rows.groupby(places.where(rows.series.isna(), rows.curve), sort=False):
+        table = its.pivot_table("value", "run", "step").drop(columns=0, errors="ignore")
+        table = table.dropna(axis=1)  # steps that all seeds have
+        fifths = [round(x * max(table, default=0) / 5) for x in range(1, 6)]
+        table = table[fifths] if set(fifths) <= set(table) else table
+        for step, grown in table.diff(axis=1).iloc[:, 1:].items():
+            told = verdict(interval(list(grown)), 1) if grown.any() else FAILS
+            made.append((place, f"step {step:,d}", interval(list(grown)), told))
+    return pandas.DataFrame(made, columns=c.PARTS)
 
 
 CURVES = (PSI, ENTROPY, *METRICS.values())

@@ -194,7 +194,7 @@ def attacks(runs: Frame) -> Frame:
 
 def at(rows: Frame, value: str, panel: Any, line: Any, x: str) -> Frame:
     """Points of means over seeds."""
-    made = c.points(rows.drop(columns="attacked", errors="ignore"), value, panel, line, x)
+    made = c.points(rows, value, panel, line, x, ("attacked", "method", "place"))
     by = ["panel", "value", "line", "x"]
     return made.groupby(by, sort=False)["y"].mean().reset_index().assign(seed=None)
 
@@ -224,7 +224,7 @@ def perplexity_by_k(runs: Frame) -> Frame:
 
 def figure_6(runs: Frame) -> Frame:
     rows = c.with_answers(adapted(runs), TASKS, MEAN)
-    rows = rows[rows[CURRICULUM] == "constant"].drop(columns="method")
+    rows = rows[rows[CURRICULUM] == "constant"]
     line = rows["trained.adapter"] + ", " + rows[SCOPE] + ", "
     rows["curve"] = line + rows.attack + " " + rows.k.astype(str) + ", " + rows.text
     parts = {what: rows[rows.what == what] for what in (MEAN, "perplexity")}

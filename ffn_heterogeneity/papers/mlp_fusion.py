@@ -9,12 +9,10 @@ from typing import Any
 import pandas
 
 from ffn_heterogeneity.papers import printed
-from ffn_heterogeneity.papers.p32 import on_paper
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
-from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN
 
-TABLES, NAMES = (printed("mlp_fusion")[key] for key in ("tables", "names"))
+NAMES = printed("mlp_fusion")["names"]
 METHODS, TUNED = NAMES["methods"], NAMES["tuned"]  # the paper's names, or ours
 BEST, SCORE, FUSION = "validation/best/", "score", METHODS["fusion"]
 NTK, BLOCK = "ntk_error", "block_error"
@@ -241,10 +239,8 @@ def after_recovery(runs: Frame) -> Frame:
 def figure_4(runs: Frame) -> Frame:
     rows = scores(runs, "sst2")
     rows = rows[rows["tune.kind"].isna() & rows["compress.ratio"].isin([0.75])]
-    rows = rows[rows.groupby(["method", "chosen", "seed"])["layers"].transform("nunique") > 1]
-    away = (*STAGES, "size", "neurons", RATE)
-    rows = rows.drop(columns=[name for name in rows if name.startswith(away)])
-    return c.points(rows, "accuracy (%)", rows.task, rows.method + rows.chosen, "layers")
+    line = rows.method + rows.chosen
+    return c.points(rows, "accuracy (%)", rows.task, line, "layers", (*FREE, "place"), least=2)
 
 
 def figure_5(curves: Frame) -> Frame:
@@ -256,33 +252,21 @@ def figure_5(curves: Frame) -> Frame:
 # ---- claims
 
 
-def of_paper(key: str, place: int, sign: int, but: tuple[str, ...] = ()) -> Frame:
-    """Each method minus fusion in a table of means and spreads over three runs, with z [ours]."""
-    cells = {row[0]: row[place].split(" ± ") for row in TABLES[key]["rows"]}
-    mean, spread = map(float, cells.pop(FUSION))
-    parts = []
-    for name, (other, own) in cells.items():
-        apart = float(other) - mean
-        z = sign * apart / ((spread**2 + float(own) ** 2) / 3) ** 0.5
-        told = HOLDS if z > 1.96 else FAILS if z < -1.96 else OPEN
-        if name not in but:
-            parts.append(("RoBERTa", name, f"{apart:+,.2f}, z {z:.1f}", told))
-    return on_paper(parts)
+def against_fusion(rows: Frame, on: list[str], sign: int) -> Frame:
+    """Methods against fusion; a method is a part."""
+    rows = rows.assign(part=rows.method)
+    base = rows[rows.method.isin([FUSION, "fusion"])]
+    return c.judged(c.against(rows, base, c.CLAIM, on, (*FREE, "kernel", "part")), sign)
 
 
 def closest_kernel(runs: Frame) -> Frame:
     rows = blocks(runs).query("what == @NTK and method not in ['structured', 'bias_only']")
-    rows = rows.assign(part=rows.method, run_on=rows.model)
-    base, free = rows[rows.method == "fusion"], ("method", "kernel", "part")
-    found = c.against(rows, base, c.CLAIM, ["run_on"], free)
-    return pandas.concat([of_paper("table_1", 2, 1), c.judged(found)])
+    return against_fusion(rows.assign(run_on=rows.model), ["run_on"], 1)
 
 
 def above_all(runs: Frame) -> Frame:
     rows = default(scores(runs, "sst2")).query("`tune.kind`.isna() and method != 'whole'")
-    rows = rows.assign(part=rows.method, run_on=rows.task + rows.chosen)
-    paper = of_paper("table_2", 1, -1, ("RoBERTa", "+Task-specific Tuning"))
-    return pandas.concat([paper, c.judged(minus(rows, FUSION, c.CLAIM), -1)])
+    return against_fusion(rows.assign(run_on=rows.task + rows.chosen), ON, -1)
 
 
 def tuning(runs: Frame, tuned: str, base: str, sign: int) -> Frame:

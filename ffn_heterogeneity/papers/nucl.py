@@ -12,9 +12,8 @@ import pandas
 from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
-from ffn_heterogeneity.report.stats import two_proportions
 
-TABLES, TASKS, NAMES = (printed("nucl")[key] for key in ("tables", "tasks", "names"))
+TASKS, NAMES = (printed("nucl")[key] for key in ("tasks", "names"))
 METHODS = NAMES["methods"]  # "criterion, compensation" -> the paper's name, or ours
 LAYERS = NAMES["layers"]  # a config's count from 0, the paper's from 1
 NUCL = "losses.nucl."
@@ -113,9 +112,8 @@ def lowest(rows: Frame, by: list[str]) -> Frame:
 
 def vs_standard(rows: Frame, every: Frame, what: str, index: list[str], how: Any = None) -> Any:
     """These runs against those without NUCL, of the same model and data."""
-    base = c.last(every[(every.what == what) & (every.alpha == "0")])
+    rows, base = rows[rows.what == what], every[(every.what == what) & (every.alpha == "0")]
     base = base.drop(columns=[x for x in base if x.startswith(NUCL) or x in LOSS])  # weight 0
-    rows = c.last(rows[rows.what == what])
     return c.against(rows, base, index, ["model", "data"], (NUCL, *LOSS), how)
 
 
@@ -174,28 +172,15 @@ def table_8(runs: Frame) -> Frame:
 
 
 def gains(runs: Frame) -> Frame:
-    """Gains and their z, of the paper's Tables 7 and 8 and of ours."""
+    """Gains and their z; those of the paper's Tables 7 and 8 are its own numbers (JSON)."""
     every, index = trainings(runs).query(OUT), ["task", "model", "place"]
     every = every.assign(task=every.data.map(DATA))
     sides = (every[every.alpha == "0"], ours(every))
     standard, rows = (lowest(x, ["model", "task"]) for x in sides)
-    own = [c.cells(x[x.what == SCORE], index) for x in (standard, rows)]
-    own += [vs_standard(rows, every, SCORE, index, x) for x in (None, c.percent, c.z)]
-    parts = [*map(printed_gains, ("table_7", "table_8"))]
-    return pandas.concat([*parts, pandas.concat(own, axis=1, keys=parts[0].columns)])
-
-
-def printed_gains(key: str) -> Frame:
-    """The paper's gains, from the scores that a table prints."""
-    names = ["task", "how", *TABLES[key]["columns"]]
-    rows: Frame = pandas.DataFrame(TABLES[key]["rows"], columns=names)
-    rows["task"] = rows.task.str.split().str[0]
-    rows = rows.set_index(["how", "task"]).rename_axis(columns="model").stack()
-    a, b = (rows[f"{x} fine-tuning"] for x in ("Standard", "NUCL"))
-    z = [two_proportions(a[x], b[x], NAMES["questions"].get(x[0])) for x in a.index]
-    parts = {"standard": a, "NUCL": b, "absolute gain": b - a}
-    parts |= {"relative gain (in %)": 100 * (b / a - 1), "z (ours)": pandas.Series(z, a.index)}
-    return pandas.concat(parts, axis=1).assign(place="paper").set_index("place", append=True)
+    columns = {x: y[y.what == SCORE] for x, y in (("standard", standard), ("NUCL", rows))}
+    kinds = {"absolute gain": None, "relative gain (in %)": c.percent, "z (ours)": c.z}
+    columns |= {x: vs_standard(rows, every, SCORE, index, how) for x, how in kinds.items()}
+    return c.table(rows, index, columns)
 
 
 def finetuning(runs: Frame) -> Frame:
@@ -237,7 +222,7 @@ def figure_4(runs: Frame) -> Frame:
 
 
 def mstd_against_gini(runs: Frame, what: str) -> Frame:
-    rows = c.last(trainings(runs).query(OUT).query("what == @what"))
+    rows = trainings(runs).query(OUT).query("what == @what")
     rows = rows.assign(part="alpha = " + rows.alpha, run_on=rows.model + ", " + rows.data)
     gini, free = rows[rows.loss == "gini"], (VARIANT, "loss")
     return c.judged(c.against(ours(rows), gini, c.CLAIM, c.CLAIM, free), -1)

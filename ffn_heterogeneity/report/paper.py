@@ -37,9 +37,10 @@ class Paper(NamedTuple):
     Attributes:
       printed: {"paper": its title, "tables": {key: {caption, index, columns, rows, notes}},
         "figures": {key: {caption, x, xlabel, log, heat}}, "ours": {"tables": {key: {title,
-        notes}}, "figures": {key: {title, ..}}}, "claims": {key: {statement, stated}}}. A printed
-        row holds its labels (`index`), then its numbers; null is not printed, or cut off in the
-        copy that was read.
+        notes}}, "figures": {key: {title, ..}}}, "claims": {key: {statement, stated, rows}}}. A
+        printed row holds its labels (`index`), then its numbers; null is not printed, or cut off
+        in the copy that was read. A claim's rows are what the paper's own numbers say of it:
+        [run on, measured, verdict].
       functions: by name. A table: a DataFrame, its index the labels of the rows and, if wanted,
         "place" (shown as "from"); its values the cells. Rows with the labels of a printed row are
         shown below that row, others at the end. A figure: rows with panel, line, seed, x, y and
@@ -147,8 +148,8 @@ def draw_all(paper: Paper, frames: Mapping[str, Frame]) -> Iterator[Drawn]:
 def _made(
     paper: Paper, key: str, texts: Mapping[str, Any], frames: Mapping[str, Frame]
 ) -> Frame | None:
-    """Result of the function of this name, given the frames that it asks for; None of a table that
-    is printed alone."""
+    """Result of the function of this name, given the frames that it asks for; None for a table or
+    claim of printed numbers alone."""
     if key not in paper.functions:
         if "rows" in texts:
             return None
@@ -173,7 +174,7 @@ def draw_table(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
     n, source = len(labels), texts.get("source", "paper")
     for row in texts.get("rows", ()):
         rows.setdefault(tuple(row[:n]), []).append((source, *row[n:]))
-    printed = list(rows) if made is not None else []
+    printed = list(rows) if made is not None and "caption" in texts else []
     if made is not None and len(made):
         made = made.reindex(columns=columns).reset_index()
         made = made if "place" in made else made.assign(place="here")
@@ -199,15 +200,15 @@ def _title(key: str, texts: Mapping[str, Any]) -> str:
 
 
 def draw_claims(paper: Paper, frames: Mapping[str, Frame]) -> Drawn:
-    """Every claim, with a row for all that it can be looked at."""
+    """Every claim: what the paper's own numbers say of it, then a row for all that was run."""
     rows = []
     for key, texts in paper.printed.get("claims", {}).items():
-        stated = (texts["statement"], texts["stated"])
+        found = list(texts.get("rows", ()))
         made = _made(paper, key, texts, frames)
-        for name, its in made.groupby("run_on", sort=False):
-            rows.append((*stated, name, *whole(its[["part", "value", "verdict"]].values)))
-        if not len(made):
-            rows.append((*stated, None, None, OPEN))
+        for name, its in made.groupby("run_on", sort=False) if made is not None else ():
+            found.append((name, *whole(its[["part", "value", "verdict"]].values)))
+        stated = (texts["statement"], texts["stated"])
+        rows += [(*stated, *row) for row in found or [(None, None, OPEN)]]
     header = ("statement", "stated", "run on", "measured", "verdict")
     return Drawn("claims", "Claims: what the numbers below say", header, rows, (UNTOLD,))
 

@@ -10,6 +10,7 @@ import numpy as np
 
 DRAWS = 10_000
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
+TOLD = {True: HOLDS, False: FAILS}
 # What stands in the brackets of a number, by its `Spread.how`.
 BRACKETS = {
     "range": "range: lowest and highest of n runs or seeds",
