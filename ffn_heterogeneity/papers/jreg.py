@@ -81,43 +81,47 @@ def trainings(runs: Frame) -> Frame:
     return rows.sort_values(["total", WEIGHT, ALPHA], kind="stable")
 
 
-def over_steps(runs: Frame, curves: Frame) -> Frame:
+def over_steps(displacements: Frame, curves: Frame) -> Frame:
     """Measurements of series of checkpoints, and the curves of trainings."""
-    read = displacements(runs)
-    return pandas.concat([read[read.series], trainings(curves)], ignore_index=True)
+    series = displacements[displacements.series]
+    return pandas.concat([series, trainings(curves)], ignore_index=True)
+
+
+def finished(over_steps: Frame, runs: Frame) -> Frame:
+    """zeta_L over series of checkpoints, and over trainings that have ended."""
+    rows = over_steps[over_steps.what == ZETA]
+    return rows[rows.series.notna() | rows["run"].isin(runs["run"])]
 
 
 # ---- tables
 
 
-def as_printed(rows: Frame) -> Frame:
+def as_printed(trainings: Frame) -> Frame:
     """Rows with the labels of Tables 2 and 3."""
-    place = "here: lambda " + c.label(rows, "{:g}".format, WEIGHT) + ", " + rows.setup
-    place += rows.place.str.removeprefix("here")
-    return rows.assign(Size=rows["size"].replace(SIZES), place=place)
+    place = "here: lambda " + c.label(trainings, "{:g}".format, WEIGHT) + ", " + trainings.setup
+    place += trainings.place.str.removeprefix("here")
+    return trainings.assign(Size=trainings["size"].replace(SIZES), place=place)
 
 
-def table_1(runs: Frame) -> Frame:
-    rows = displacements(runs)
-    return c.table(rows[~rows.series].assign(Model=rows.model), ["Model", "place"], RATES)
+def table_1(displacements: Frame) -> Frame:
+    rows = displacements[~displacements.series]
+    return c.table(rows.assign(Model=rows.model), ["Model", "place"], RATES)
 
 
-def table_2(runs: Frame) -> Frame:
-    rows = c.accuracies(as_printed(trainings(runs)), TASKS, MEAN)
+def table_2(as_printed: Frame) -> Frame:
+    rows = c.accuracies(as_printed, TASKS, MEAN)
     return c.pivot(rows, rows[ROW])
 
 
-def table_3(runs: Frame) -> Frame:
-    return c.table(as_printed(trainings(runs)), ROW, RATES)
+def table_3(as_printed: Frame) -> Frame:
+    return c.table(as_printed, ROW, RATES)
 
 
-def table_7(runs: Frame, curves: Frame) -> Frame:
+def table_7(finished: Frame) -> Frame:
     """zeta_L at each fifth of a training, or of a series of checkpoints."""
-    rows = over_steps(runs, curves).sort_values("step", kind="stable")
-    finished = rows.series.notna() | rows["run"].isin(runs["run"])
-    rows = rows[(rows.what == ZETA) & finished]
-    last = rows.groupby("curve")["step"].transform("max")
-    total, step = (x.astype(float) for x in (rows.total.fillna(last), rows["step"]))
+    rows = finished.sort_values("step", kind="stable")
+    step = rows["step"].astype(float)
+    total = rows.total.fillna(rows.groupby("curve")["step"].transform("max")).astype(float)
     fifth = (5 * step / total).round()
     labels = {"Model": rows.model.where(rows.series.notna(), "trained here")}
     labels |= {"Size": rows["size"].replace(SIZES).fillna("-"), "place": "here: " + rows.curve}
@@ -125,17 +129,16 @@ def table_7(runs: Frame, curves: Frame) -> Frame:
     return c.pivot(rows, labels, (20 * fifth).map("{:g}%".format))
 
 
-def figure_5(runs: Frame) -> Frame:
-    rows = as_printed(trainings(runs)).query("Method == 'Baseline'")
+def figure_5(as_printed: Frame) -> Frame:
+    rows = as_printed.query("Method == 'Baseline'")
     return c.table(rows, ["Size", "steps", "place"], {"zeta_L": ZETA})
 
 
-def pretraining(runs: Frame) -> Frame:
-    rows = trainings(runs)
-    tokens = rows.drop_duplicates(LABELS)
-    tokens = tokens.assign(cell=tokens.total * tokens.batch_size * tokens.seq_len)
+def pretraining(trainings: Frame) -> Frame:
+    tokens = trainings.total * trainings.batch_size * trainings.seq_len
+    tokens = trainings.assign(cell=tokens).drop_duplicates(LABELS)
     columns = {"tokens": tokens, "parameters": "parameters", **METRICS, "entropy": ENTROPY}
-    return c.table(rows, LABELS, columns | c.every_task(rows))
+    return c.table(trainings, LABELS, columns | c.every_task(trainings))
 
 
 def against_baseline(rows: Frame, what: str, index: list[str]) -> Any:
@@ -146,15 +149,14 @@ def against_baseline(rows: Frame, what: str, index: list[str]) -> Any:
     return c.against(ours, base, index, ["size", "setup", "place"], free)
 
 
-def paired(runs: Frame) -> Frame:
-    rows = trainings(runs)
-    columns = {name: against_baseline(rows, what, LABELS) for name, what in METRICS.items()}
-    return c.table(rows, LABELS, columns)
+def paired(trainings: Frame) -> Frame:
+    columns = {x: against_baseline(trainings, what, LABELS) for x, what in METRICS.items()}
+    return c.table(trainings, LABELS, columns)
 
 
-def models(runs: Frame) -> Frame:
-    rows, index = displacements(runs), ["model", "h_L", "place"]
-    rows = rows.assign(place="here" + rows.windows)
+def models(displacements: Frame) -> Frame:
+    index = ["model", "h_L", "place"]
+    rows = displacements.assign(place="here" + displacements.windows)
     layers = rows[rows.what == PSI].groupby(index).layer.max().astype(float).astype(object)
     text = rows.drop_duplicates(index).assign(cell=rows.text)
     return c.table(rows, index, {**RATES, "layers": layers, "tokens": "tokens", "text": text})
@@ -163,25 +165,23 @@ def models(runs: Frame) -> Frame:
 # ---- figures
 
 
-def figure_2(runs: Frame) -> Frame:
-    rows = displacements(runs).query("what == @PSI and not series")
+def figure_2(displacements: Frame) -> Frame:
+    rows = displacements.query("what == @PSI and not series")
     return c.points(rows, DEPTH, rows.model, rows.h_L + rows.windows, "layer")
 
 
 def psi(curves: Frame) -> Frame:
     """Displacements at the last step that all seeds have."""
-    rows = trainings(curves)
-    rows, by = rows[rows.what == PSI], ["size", "curve"]
+    rows, by = trainings(curves).query("what == @PSI"), ["size", "curve"]
     seeds = rows.groupby(by)["run"].transform("nunique")
     rows = rows[rows.groupby([*by, "step"])["run"].transform("nunique") == seeds]
     rows = rows[rows["step"] == rows.groupby(by)["step"].transform("max")]
     return c.points(rows, DEPTH, rows["size"], rows.curve, "layer")
 
 
-def figure_4(runs: Frame, curves: Frame) -> Frame:
+def figure_4(over_steps: Frame) -> Frame:
     """A line for each evaluated step, at most five of them."""
-    rows = over_steps(runs, curves)
-    rows = rows[rows.what == PSI].sort_values("step", kind="stable")
+    rows = over_steps[over_steps.what == PSI].sort_values("step", kind="stable")
     by = rows.groupby("curve")["step"]
     pairs = zip(by.rank("dense") - 1, by.transform("nunique"), strict=True)
     some = [n > 1 and i in np.linspace(0, n - 1, min(5, n)).round() for i, n in pairs]
@@ -189,27 +189,27 @@ def figure_4(runs: Frame, curves: Frame) -> Frame:
     return c.points(rows, DEPTH, rows.curve, c.label(rows, "step {:,d}".format, "step"), "layer")
 
 
-def curves(runs: Frame, curves: Frame) -> Frame:
-    panels = {f"{name} (%)" if name in RATES else name: what for name, what in METRICS.items()}
-    rows = over_steps(runs, curves)
-    made = pandas.concat([rows[rows.what == x].assign(shown=name) for name, x in panels.items()])
-    return c.points(made, made.shown, made["size"].fillna("checkpoints"), made.curve)
+def curves(over_steps: Frame) -> Frame:
+    panels = {what: f"{name} (%)" if name in RATES else name for name, what in METRICS.items()}
+    made = pandas.concat([over_steps[over_steps.what == what] for what in panels])
+    size = made["size"].fillna("checkpoints")
+    return c.points(made, made.what.map(panels), size, made.curve)
 
 
 # ---- claims
 
 
-def claimed(runs: Frame, what: str, sign: int = 1) -> Frame:
+def named(trainings: Frame) -> Frame:
+    """Rows with the labels of a claim on trainings."""
+    place = trainings["size"] + ", " + trainings.steps + " steps" + trainings.place.str[4:]
+    return trainings.assign(part=trainings.loss, run_on=place)
+
+
+def claimed(named: Frame, what: str, sign: int = 1) -> Frame:
     """JREG against the baseline: the runs of a size, and each loss a part."""
-    rows = c.with_answers(named(trainings(runs)), TASKS, MEAN)
+    rows = c.with_answers(named, TASKS, MEAN)
     parts = rows[rows.Method == OURS].drop_duplicates(c.CLAIM).set_index(c.CLAIM).index
     return c.judged(against_baseline(rows, what, c.CLAIM).reindex(parts), sign)
-
-
-def named(rows: Frame) -> Frame:
-    """Rows with the labels of a claim on trainings."""
-    place = rows["size"] + ", " + rows.steps + " steps" + rows.place.str.removeprefix("here")
-    return rows.assign(part=rows.loss, run_on=place)
 
 
 mean_accuracy = partial(claimed, what=MEAN)
@@ -217,15 +217,13 @@ below_baseline = partial(claimed, what=ZETA, sign=-1)
 no_worse = partial(claimed, what=NLL, sign=-1)
 
 
-def no_jump(runs: Frame) -> Frame:
-    rows = named(trainings(runs))
-    return within(rows[rows[ALPHA].astype(float) >= 0.5], 0.0, 0.005)
+def no_jump(named: Frame) -> Frame:
+    return within(named[named[ALPHA].astype(float) >= 0.5], 0.0, 0.005)
 
 
-def published(runs: Frame) -> Frame:
-    rows = displacements(runs)
-    rows = rows.assign(part=rows.model, run_on=rows.h_L + rows.windows)
-    return within(rows[~rows.series & ~rows.trained], *TABLE_1)
+def published(displacements: Frame) -> Frame:
+    rows = displacements.query("not series and not trained")
+    return within(rows.assign(part=rows.model, run_on=rows.h_L + rows.windows), *TABLE_1)
 
 
 def within(rows: Frame, low: float, high: float) -> Frame:
@@ -238,12 +236,10 @@ def within(rows: Frame, low: float, high: float) -> Frame:
     return made.assign(verdict=made.holds.map(TOLD).where(made.known, OPEN)).reset_index()
 
 
-def rising(runs: Frame, curves: Frame) -> Frame:
+def rising(finished: Frame) -> Frame:
     """The growth of zeta_L from each fifth of training to the next; else from evaluation to
     evaluation."""
-    rows = over_steps(runs, curves)
-    finished = rows["run"].isin(runs["run"]) & (rows.Method == "Baseline")
-    rows, made = rows[(rows.what == ZETA) & (rows.series.notna() | finished)], []
+    rows, made = finished[finished.series.notna() | (finished.Method == "Baseline")], []
     places = rows["size"] + ", " + rows.steps + " steps" + rows.place.str[4:]
     for place, its in rows.groupby(places.where(rows.series.isna(), rows.curve), sort=False):
         table = its.pivot_table("value", "run", "step").drop(columns=0, errors="ignore")

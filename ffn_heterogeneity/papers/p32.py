@@ -21,7 +21,6 @@ POOLED = ("pooling", "lambda_rate", "method", "rate", "place", "order")  # in wh
 DATA = ["model", "data.task", "data.fraction"]
 WHOLE = [1.0, 0.2727, 0.4016]  # decoders read 1,000 rows of MRPC or RTE: all, for this report
 INDEX = ["model", "task", "method", "place"]
-FULL = "all_blocks and `data.fraction` in @WHOLE"
 
 
 # ---- runs
@@ -70,29 +69,32 @@ def weights_of(rows: Frame) -> Frame:
     return c.with_cells(pandas.concat([farthest, peak]).sort_index()).assign(layer=pandas.NA)
 
 
-def minus(rows: Frame, method: str, base: str, index: list[str], what: str = SCORE) -> Any:
-    """Scores of a pooling ("": of all) against another's, seed by seed."""
-    rows = rows[rows.what == what]
-    ours = rows[rows.method == method] if method else rows
-    return c.against(ours, rows[rows.method == base], index, DATA, POOLED)
+def full(classifiers: Frame) -> Frame:
+    """Those on all blocks and rows."""
+    return classifiers.query("all_blocks and `data.fraction` in @WHOLE")
+
+
+def minus(rows: Frame, base: str, index: list[str], what: str = SCORE) -> Any:
+    """Scores against those of another pooling, seed by seed."""
+    every = rows[rows.what == what]
+    return c.against(every, every[every.method == base], index, DATA, POOLED)
 
 
 def compared(rows: Frame, what: str) -> dict[str, Any]:
     """Columns: scores, and what they are against the last layer and average pooling."""
-    baseline, average = (minus(rows, "", x, INDEX, what) for x in ("Baseline", "Avg.Pool"))
+    baseline, average = (minus(rows, x, INDEX, what) for x in ("Baseline", "Avg.Pool"))
     return {"score": what, "Δ vs Baseline": baseline, "Δ vs Avg.Pool": average}
 
 
 # ---- tables
 
 
-def table_1(runs: Frame) -> Frame:
+def table_1(full: Frame) -> Frame:
     """Sizes of each model, with the head of the first task that was run."""
-    rows = classifiers(runs).query(FULL)
-    rows = rows.query("method == 'Baseline' and what == 'parameters'").drop_duplicates("model")
-    rows = rows.assign(Model=rows.model, place="here")
-    names = {"truncate.blocks": "# Transformer Blocks", "value": "# Parameters"}
-    return rows.set_index(["Model", "place"])[[*names]].rename(columns=names)
+    rows = full.query("method == 'Baseline' and what == 'parameters'").drop_duplicates("model")
+    names = {"model": "Model", "truncate.blocks": "# Transformer Blocks", "value": "# Parameters"}
+    rows = rows.assign(place="here").rename(columns=names)
+    return rows.set_index(["Model", "place"])[["# Transformer Blocks", "# Parameters"]]
 
 
 def by_task(rows: Frame, **labels: Any) -> Frame:
@@ -105,14 +107,13 @@ def by_task(rows: Frame, **labels: Any) -> Frame:
     return c.pivot(rows, {**labels, "place": place}, rows["data.task"])
 
 
-def table_2(runs: Frame) -> Frame:
-    rows = classifiers(runs).query(FULL)
-    return by_task(rows, Model=rows.model, Method=rows.method.replace("P-32", "P-32 (ours)"))
+def table_2(full: Frame) -> Frame:
+    return by_task(full, Model=full.model, Method=full.method.replace("P-32", "P-32 (ours)"))
 
 
-def table_3(runs: Frame, adapter: bool = False) -> Frame:
+def table_3(classifiers: Frame, adapter: bool = False) -> Frame:
     """The baseline on all rows, by its number of blocks."""
-    rows = classifiers(runs).query("method == 'Baseline' and `data.fraction` == 1")
+    rows = classifiers.query("method == 'Baseline' and `data.fraction` == 1")
     lora = rows.prepare.map(lambda names: isinstance(names, tuple) and "lora" in names)
     rows = rows[lora.astype(bool) == adapter].sort_values("truncate.blocks", kind="stable")
     blocks = c.label(rows, "{:g}".format, "truncate.blocks")
@@ -122,77 +123,67 @@ def table_3(runs: Frame, adapter: bool = False) -> Frame:
 table_4 = partial(table_3, adapter=True)
 
 
-def table_5(runs: Frame) -> Frame:
+def table_5(full: Frame) -> Frame:
     """Sizes of each data set, as the first run of each model read it."""
     names = {"train/rows": "# Train Samples", "train/tokens_a_row": "Avg. Input Length"}
-    rows = (
-        classifiers(runs)
-        .query(FULL)
-        .query("what in @names")
-        .drop_duplicates(["data.task", "model", "what"])
-    )
+    rows = full.query("what in @names").drop_duplicates(["data.task", "model", "what"])
     labels = {"Dataset": rows["data.task"], "place": "here: " + rows.model}
     return c.pivot(rows, labels, rows.what.map(names))
 
 
-def table_6(runs: Frame) -> Frame:
-    rows = classifiers(runs).query(FULL)
-    place = "here: " + rows.model + rows.place.str.removeprefix("here")
-    return by_task(rows, Method=rows.method, place=place)
+def table_6(full: Frame) -> Frame:
+    place = "here: " + full.model + full.place.str.removeprefix("here")
+    return by_task(full, Method=full.method, place=place)
 
 
-def paired(runs: Frame) -> Frame:
-    rows = classifiers(runs).query(FULL)
-    known = rows.query("task in @MAJORITY").drop_duplicates(INDEX)
+def paired(full: Frame) -> Frame:
+    known = full.query("task in @MAJORITY").drop_duplicates(INDEX)
     known = known.assign(cell=known.task.map(MAJORITY).astype(object))
     columns = {"majority": known, DEPTH: DEPTH, PEAK: PEAK}
-    return c.table(rows, INDEX, compared(rows, SCORE) | columns)
+    return c.table(full, INDEX, compared(full, SCORE) | columns)
 
 
-def test_sets(runs: Frame) -> Frame:
-    rows = classifiers(runs).query(FULL)
-    return c.table(rows, INDEX, compared(rows, TEST))
+def test_sets(full: Frame) -> Frame:
+    return c.table(full, INDEX, compared(full, TEST))
 
 
 # ---- figures
 
 
-def figure_2(runs: Frame) -> Frame:
+def figure_2(full: Frame) -> Frame:
     """Data sets ordered by their size."""
-    rows = classifiers(runs).query(FULL).query("pooling == 'p32'")
-    sizes = rows[rows.what == "train/rows"].set_index("run")["value"]
+    sizes = full[full.what == "train/rows"].set_index("run")["value"]
+    rows = full.query("pooling == 'p32' and what == 'lambda'")
     rows = rows.assign(size=rows["run"].map(sizes)).sort_values("size", kind="stable")
-    rows = rows[rows.what == "lambda"]
     rate = rows.rate.where(rows.lambda_rate.notna(), ", the model's rate")
     return c.points(rows, "raw lambda", rows.model, rows["data.task"] + rate, "layer")
 
 
-def fractions(runs: Frame) -> Frame:
+def fractions(classifiers: Frame) -> Frame:
     """Scores on STS-B's rows, or on a share of them."""
-    return classifiers(runs).query("all_blocks and what == @SCORE and task == 'stsb'")
+    return classifiers.query("all_blocks and what == @SCORE and task == 'stsb'")
 
 
-def figure_3(runs: Frame) -> Frame:
-    rows, value = fractions(runs).query("pooling in ['last', 'p32']"), "Spearman's correlation (%)"
+def figure_3(fractions: Frame) -> Frame:
+    rows, y = fractions.query("pooling in ['last', 'p32']"), "Spearman's correlation (%)"
     line = rows.method + rows.rate
-    return c.points(rows, value, rows.model, line, "data.fraction", ["place"], least=2)
+    return c.points(rows, y, rows.model, line, "data.fraction", ["place"], least=2)
 
 
-def figure_4(runs: Frame) -> Frame:
-    rows = classifiers(runs)
-    rows = rows.query("what == @SCORE and method == 'Baseline' and `data.fraction` == 1")
-    x, free = "truncate.blocks", ["cut", "all_blocks"]
+def figure_4(classifiers: Frame) -> Frame:
+    query = "what == @SCORE and method == 'Baseline' and `data.fraction` == 1"
+    rows, x, free = classifiers.query(query), "truncate.blocks", ["cut", "all_blocks"]
     return c.points(rows, "score (%)", rows.model, rows["data.task"], x, free, least=2)
 
 
 # ---- claims
 
 
-def claimed(runs: Frame, method: str, base: str) -> Frame:
+def claimed(full: Frame, method: str, base: str) -> Frame:
     """A pooling against another: each model's runs, each task a part."""
-    rows = classifiers(runs).query(FULL)
-    rows = rows.assign(part=rows["data.task"], run_on=rows.model + rows.rate)
-    return c.judged(minus(rows, method, base, c.CLAIM))
+    rows = full.assign(part=full["data.task"], run_on=full.model + full.rate)
+    ours, other = (rows[(rows.what == SCORE) & (rows.method == x)] for x in (method, base))
+    return c.judged(c.against(ours, other, c.CLAIM, DATA, POOLED))
 
 
 above_baseline = partial(claimed, method="P-32", base="Baseline")
@@ -200,16 +191,16 @@ average_above_baseline = partial(claimed, method="Avg.Pool", base="Baseline")
 above_average = partial(claimed, method="P-32", base="Avg.Pool")
 
 
-def depths(runs: Frame) -> dict[tuple[str, str], Any]:
+def depths(figure_4: Frame) -> dict[tuple[str, str], Any]:
     """(model, task) -> scores by the number of blocks, means over seeds."""
-    by = figure_4(runs).groupby(["panel", "line"], sort=False)
+    by = figure_4.groupby(["panel", "line"], sort=False)
     return {key: its.groupby("x")["y"].mean() for key, its in by}
 
 
-def told_by_depth(runs: Frame, tell: Callable[[Any], bool]) -> Frame:
+def told_by_depth(depths: dict, tell: Callable[[Any], bool]) -> Frame:
     """A claim on scores by blocks."""
     parts = []
-    for (model, task), its in depths(runs).items():
+    for (model, task), its in depths.items():
         text = f"best at {its.idxmax()} of {its.index.max()}"
         parts.append((model, task, text, TOLD[bool(tell(its))]))
     return pandas.DataFrame(parts, columns=c.PARTS)
@@ -219,18 +210,18 @@ rising_with_depth = partial(told_by_depth, tell=lambda its: (its.diff().dropna()
 overthinking = partial(told_by_depth, tell=lambda its: its.idxmax() < its.index.max())
 
 
-def peak_at_best_depth(runs: Frame) -> Frame:
-    rows = classifiers(runs).query(FULL).query("method == 'P-32' and what == @PEAK")
-    best = {key: its.idxmax() for key, its in depths(runs).items()}
+def peak_at_best_depth(full: Frame, depths: dict) -> Frame:
+    rows = full.query("method == 'P-32' and what == @PEAK")
+    best = {key: its.idxmax() for key, its in depths.items()}
     at = c.label(rows, lambda *key: best.get(key), "model", "data.task")
     verdict = (at == rows["value"]).map(TOLD).where(at.notna(), OPEN)
     part = rows["data.task"] + ", seed " + rows.seed.astype(str)
     return rows.assign(run_on=rows.model + rows.rate, part=part, verdict=verdict)
 
 
-def gap_grows(runs: Frame) -> Frame:
+def gap_grows(fractions: Frame) -> Frame:
     """Seed by seed: the gain on a fifth of STS-B's rows minus that on all."""
-    rows = fractions(runs).query("`data.fraction` in [0.2, 1.0] and method in ['P-32', 'Baseline']")
+    rows = fractions.query("`data.fraction` in [0.2, 1.0] and method in ['P-32', 'Baseline']")
     c.one_setting(rows, ["model", "method", "data.fraction"])
     adds = (rows.method == "P-32") == (rows["data.fraction"] == 0.2)
     gap = rows["value"].where(adds, -rows["value"]).groupby([rows.model, rows.seed])

@@ -296,9 +296,11 @@ def percent(own: Frame, other: Frame) -> float | None:
 
 
 def z(own: Frame, other: Frame) -> float | None:
-    """z of two proportions, where one run answered n questions."""
-    n = own.n.iat[0] if len(own) == 1 and own.how.iat[0] == "Wilson" else None
-    return stats.two_proportions(other["value"].mean(), own["value"].mean(), n)
+    """z = (p2 - p1) / sqrt(2 p (1 - p) / n), p their mean, where one run answered n questions."""
+    n = own.n.iat[0] if len(own) == 1 and own.how.iat[0] == "Wilson" else 0
+    apart = (own["value"].mean() - other["value"].mean()) / 100
+    p = other["value"].mean() / 100 + apart / 2
+    return apart / (2 * p * (1 - p) / n) ** 0.5 if n and 0 < p < 1 else None
 
 
 def paired_units(own: Frame, other: Frame) -> Any:

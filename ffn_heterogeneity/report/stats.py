@@ -90,12 +90,6 @@ def bootstrap(values: Sequence[float]) -> Any:
     return Spread(round(float(sample.mean()), 12) + 0.0, low, high, n, "bootstrap")
 
 
-def two_proportions(first: float, second: float, n: int | None) -> float | None:
-    """z = (p2 - p1) / sqrt(2 p (1 - p) / n), p their mean; both in percent, of n questions each."""
-    p = (first + second) / 200
-    return (second - first) / 100 / (2 * p * (1 - p) / n) ** 0.5 if n and 0 < p < 1 else None
-
-
 def verdict(value: Any, sign: int) -> str:
     """Tells whether a number lies above 0 (sign 1), or below (-1): all of its interval, if any."""
     if value is None or isinstance(value, str) or not math.isfinite(middle(value)):

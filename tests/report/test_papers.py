@@ -160,7 +160,7 @@ def test_how_many_layers(layers, count):
 
 @pytest.mark.parametrize("name", [*papers.NAMES, *map(str, STUDIES)])
 def test_what_is_drawn_has_its_function(name):
-    """A function of runs and curves; a row has a cell for every label and column."""
+    """A function of runs, curves or other functions; a row has a cell for each label and column."""
     texts, functions = printed(name), papers.load(name).functions
     ours = {"tables": {}, "figures": {}, **texts.get("ours", {})}
     drawn = {*texts["figures"], *ours["figures"]}
@@ -169,7 +169,8 @@ def test_what_is_drawn_has_its_function(name):
     drawn |= {key for key, x in texts["tables"].items() if "title" in x or key in functions}
     for key in drawn:
         needed = inspect.signature(functions[key]).parameters.values()
-        assert {x.name for x in needed if x.default is x.empty} <= {"runs", "curves"}, key
+        needed = {x.name for x in needed if x.default is x.empty}
+        assert needed <= {"runs", "curves", *functions}, key
     for table in (x for x in texts["tables"].values() if "rows" in x):
         width = len(table["index"]) + len(table["columns"])
         assert all(len(row) == width for row in table["rows"])
