@@ -23,6 +23,7 @@ from ffn_heterogeneity.report.frame import units
 Names = Sequence[str]
 Frame = Any  # a pandas.DataFrame: its type hints do not separate rows from columns
 CLAIM = ["run_on", "part"]  # index of a claim's cells
+PARTS = [*CLAIM, "value", "verdict"]  # columns of a claim
 BEST_FIRST = {"acc_norm": 0, "acc": 1, "exact_match": 2}  # metrics, for a paper's one number
 # Columns that are no setting: a row's fields, where it is from, and what reports add.
 OWN = {*FIELDS, "run", "by", "origin", "cell", "column", "panel", "line", "part", "run_on", "place"}
@@ -148,14 +149,19 @@ def pivot(rows: Frame, labels: Mapping[str, Any], column: Any = None) -> Frame:
     return rows.pivot_table("cell", list(labels), "column", aggfunc=spread, sort=False)
 
 
-def points(rows: Frame, value: Any, panel: Any, line: Any, x: str = "step") -> Frame:
-    """Points of a figure; runs on one line have equal settings, but for `x`.
+def points(
+    rows: Frame, value: Any, panel: Any, line: Any, x: str = "step", free: Names = (), least=1
+) -> Frame:
+    """Points of a figure; runs on one line have equal settings, but for `x` and `free`.
 
     Args:
       value: what the y axis shows; the rows' own "value" is y.
+      least: places on the x axis that a seed has, or is left out: it would move a mean elsewhere.
     """
     made = rows.copy().assign(panel=panel, line=line, x=rows[x], y=rows["value"])
-    one_setting(made, ["panel", "line"], [x])
+    places = made.groupby(["panel", "line", "seed"], dropna=False)["x"].transform("nunique")
+    made = made[places >= least]
+    one_setting(made, ["panel", "line"], [x, *free])
     return made.assign(value=value)
 
 
@@ -230,13 +236,15 @@ def every_task(rows: Frame) -> dict[str, Frame]:
 def against(
     rows: Frame, base: Frame, index: Names, on: Names, free: Names = (), how: Any = None
 ) -> Any:
-    """A column of a table: the rows with equal `index` against those of `base` with equal `on`.
+    """A column of a table: the rows with equal `index` against those of `base` with equal `on`,
+    at the last step.
 
     Args:
       on: labels that both sides share; groups without a base have no value.
       free: settings in which the sides differ; all others but `index` have to be equal.
       how: a function of the two sides; default: `difference`, seed by seed.
     """
+    rows, base = (x[x.index.isin(last(x).index)] for x in (rows, base))  # in their order
     one_setting(rows, index)
     one_setting(base, on)
     one_setting(pandas.concat([rows, base]), on, (*free, *index))
@@ -288,9 +296,11 @@ def percent(own: Frame, other: Frame) -> float | None:
 
 
 def z(own: Frame, other: Frame) -> float | None:
-    """z of two proportions, where one run answered n questions."""
-    n = own.n.iat[0] if len(own) == 1 and own.how.iat[0] == "Wilson" else None
-    return stats.two_proportions(other["value"].mean(), own["value"].mean(), n)
+    """z = (p2 - p1) / sqrt(2 p (1 - p) / n), p their mean, where one run answered n questions."""
+    n = own.n.iat[0] if len(own) == 1 and own.how.iat[0] == "Wilson" else 0
+    apart = (own["value"].mean() - other["value"].mean()) / 100
+    p = other["value"].mean() / 100 + apart / 2
+    return apart / (2 * p * (1 - p) / n) ** 0.5 if n and 0 < p < 1 else None
 
 
 def paired_units(own: Frame, other: Frame) -> Any:

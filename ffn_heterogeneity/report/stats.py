@@ -10,6 +10,7 @@ import numpy as np
 
 DRAWS = 10_000
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
+TOLD = {True: HOLDS, False: FAILS}
 # What stands in the brackets of a number, by its `Spread.how`.
 BRACKETS = {
     "range": "range: lowest and highest of n runs or seeds",
@@ -96,12 +97,6 @@ def bootstrap(values: Sequence[float], documents: Sequence[Any] = ()) -> Any:
     # Means over seeds that are equal may differ by 5e-17.
     mean = round(float(sample.mean()), 12) + 0.0
     return Spread(mean, low, high, n, "by document" if documents else "bootstrap")
-
-
-def two_proportions(first: float, second: float, n: int | None) -> float | None:
-    """z = (p2 - p1) / sqrt(2 p (1 - p) / n), p their mean; both in percent, of n questions each."""
-    p = (first + second) / 200
-    return (second - first) / 100 / (2 * p * (1 - p) / n) ** 0.5 if n and 0 < p < 1 else None
 
 
 def verdict(value: Any, sign: int) -> str:

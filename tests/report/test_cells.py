@@ -24,7 +24,8 @@ REPORTS += sorted((REPOSITORY / "docs/studies").glob("*.py"))
 
 
 def frame(**columns):
-    rows = pandas.DataFrame({"run": list("abcd"), "what": "nll", **columns})
+    fields = dict.fromkeys(["task", "shots", "layer", "neuron", "step"])
+    rows = pandas.DataFrame({"run": list("abcd"), "what": "nll", **fields, **columns})
     return rows.assign(cell=rows["value"].astype(object)) if "value" in rows else rows
 
 

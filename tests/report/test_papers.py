@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+from scipy.stats import linregress
 from tiny_models import REPOSITORY, config_of
 from tiny_runs import read_rows
 
@@ -117,6 +118,40 @@ def test_the_majority_answers_are_those_of_the_validation_sets(shared_data, task
 
 
 @pytest.mark.parametrize(
+    ("column", "claim"),
+    [("# Train Samples", "samples_tell"), ("Avg. Input Length", "length_tells")],
+)
+def test_regressions_are_those_of_the_printed_tables(column, claim):
+    """The line through LLAMA-2-7B's gains, with and without MNLI."""
+    tables, parts = printed("p32")["tables"], []
+    sizes = {row[0]: row[1:] for row in tables["table_5"]["rows"]}
+    x = {task: its[tables["table_5"]["columns"].index(column)] for task, its in sizes.items()}
+    scores = rows_of(tables["table_2"])
+    both = (scores["LLAMA-2-7B", method] for method in ("P-32 (ours)", "Baseline"))
+    gains = dict(zip(tables["table_2"]["columns"], np.subtract(*both), strict=True))
+    for name, but in (("seven data sets, without mnli", "mnli"), ("all eight", "")):
+        tasks = [task for task in x if task != but]
+        line = linregress([x[task] for task in tasks], [gains[task] for task in tasks])
+        parts.append(f"{name} slope {line.slope:.4g}, R2 {line.rvalue**2:.3f}, p {line.pvalue:.3f}")
+    assert printed("p32")["claims"][claim]["rows"][0][1] == "; ".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("claim", "table", "place", "sign"), [("closest_kernel", 1, 2, 1), ("above_all", 2, 1, -1)]
+)
+def test_z_of_three_runs_are_those_of_the_printed_tables(claim, table, place, sign):
+    printed_rows = printed("mlp_fusion")["tables"][f"table_{table}"]["rows"]
+    cells = {row[0]: [float(x) for x in row[place].split(" ± ")] for row in printed_rows}
+    mean, spread = cells.pop("MLP Fusion (Ours)")
+    parts = []
+    for name, (other, own) in cells.items():
+        z = sign * (other - mean) / ((spread**2 + own**2) / 3) ** 0.5
+        parts.append(f"{name} {other - mean:+,.2f}, z {z:.1f}")
+    ((_, measured, _),) = printed("mlp_fusion")["claims"][claim]["rows"]
+    assert measured.split("; ") == [x for x in parts if not x.startswith(("RoBERTa", "+Task"))]
+
+
+@pytest.mark.parametrize(
     ("layers", "count"), [("2-5", 4), ("0,3", 2), ("0-1,5", 3), ("top", None), ("nan", None)]
 )
 def test_how_many_layers(layers, count):
@@ -125,15 +160,17 @@ def test_how_many_layers(layers, count):
 
 @pytest.mark.parametrize("name", [*papers.NAMES, *map(str, STUDIES)])
 def test_what_is_drawn_has_its_function(name):
-    """A function of runs and curves; a row has a cell for every label and column."""
+    """A function of runs, curves or other functions; a row has a cell for each label and column."""
     texts, functions = printed(name), papers.load(name).functions
     ours = {"tables": {}, "figures": {}, **texts.get("ours", {})}
-    drawn = {*texts["claims"], *texts["figures"], *ours["figures"]}
-    drawn |= {key for key, table in ours["tables"].items() if "rows" not in table}
+    drawn = {*texts["figures"], *ours["figures"]}
+    alone = {**texts["claims"], **ours["tables"]}  # printed alone, where they have rows
+    drawn |= {key for key, x in alone.items() if "rows" not in x or key in functions}
     drawn |= {key for key, x in texts["tables"].items() if "title" in x or key in functions}
     for key in drawn:
         needed = inspect.signature(functions[key]).parameters.values()
-        assert {x.name for x in needed if x.default is x.empty} <= {"runs", "curves"}, key
+        needed = {x.name for x in needed if x.default is x.empty}
+        assert needed <= {"runs", "curves", *functions}, key
     for table in (x for x in texts["tables"].values() if "rows" in x):
         width = len(table["index"]) + len(table["columns"])
         assert all(len(row) == width for row in table["rows"])
