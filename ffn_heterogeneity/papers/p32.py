@@ -52,11 +52,12 @@ def classifiers(runs: Frame) -> Frame:
 
 
 def scores_of(rows: Frame) -> list[Frame]:
-    """The task's metric where the best weights were saved, and the same metric on a test set."""
-    best = rows[rows.what.str.startswith("validation/best/")]
-    name = best.set_index("run").what.str.removeprefix("validation/best/")
-    test = rows[rows.what == "test/" + rows["run"].map(name).astype(object)]
-    return [c.in_percent(best.assign(what=SCORE)), c.in_percent(test.assign(what=TEST))]
+    """The task's metric at the last evaluation, and the same metric of the saved weights on a test
+    set."""
+    final = c.final_scores(rows)
+    names = final.set_index("run").what.str.replace("validation/", "test/")
+    test = rows[rows.what == rows["run"].map(names).astype(object)]
+    return [final.assign(what=SCORE), c.in_percent(test.assign(what=TEST))]
 
 
 def weights_of(rows: Frame) -> Frame:

@@ -178,6 +178,16 @@ def last(rows: Frame) -> Frame:
     return rows.sort_values("step", kind="stable").drop_duplicates(names, keep="last")
 
 
+def final_scores(rows: Frame) -> Frame:
+    """The metric of classifiers at the last evaluation, in percent.
+
+    Not at the best one: that would choose a step on the rows that are reported.
+    """
+    best = rows[rows.what.str.startswith("validation/best/")]
+    names = best.set_index("run").what.str.replace("best/", "")
+    return in_percent(last(rows[rows.what == rows["run"].map(names).astype(object)]))
+
+
 def with_cells(rows: Frame) -> Frame:
     """The rows with "cell": the value, or a `Spread` of the value and its interval."""
     made = rows["value"].astype(object)

@@ -94,7 +94,7 @@ def after_demo(tmp_path_factory):
     demo.mkdir(parents=True)
     for name in ("train", "heldout"):
         (demo / f"{name}.txt").write_text(TEXT * (50_000 // len(TEXT)))
-    for name in ("README.md", "wiki.test.raw"):
+    for name in ("README.md", "CHANGELOG.md", "wiki.test.raw"):
         (root / name).write_text(TEXT * (20_000 // len(TEXT)))
     # Rows of MRPC's form and of RTE's, and a table of one's own.
     pair = {"#1 String": "A b.", "#2 String": "A c.", "sentence1": "A b.", "sentence2": "A c."}
