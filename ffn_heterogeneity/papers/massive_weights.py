@@ -38,9 +38,8 @@ def evaluations(runs: Frame) -> Frame:
     rows = c.evaluated(c.need(runs, *names), "attack")
     attacked = (rows.attack + " " + rows.k.astype(str)).where(rows.k != 0, "-")
     layers = c.label(rows, ", layer {:g}".format, "config.layer").fillna("")
-    rows = rows.assign(
-        attacked=attacked, text=read_text(rows), place="here" + layers + windows(rows)
-    )
+    place = "here" + layers + windows(rows)
+    rows = rows.assign(attacked=attacked, text=read_text(rows), place=place)
     rows = rows.sort_values(["model", "text", "k"], kind="stable")
     return c.with_answers(rows, TASKS, MEAN)
 

@@ -202,18 +202,16 @@ def accuracies(rows: Frame, tasks: Mapping[str, Sequence], mean: str = "") -> Fr
     rows = rows[rows.task.notna() & rows.low.notna()]
     rows = rows.sort_values("what", key=lambda x: x.map(BEST_FIRST).fillna(9), kind="stable")
     rows = in_percent(rows.assign(units="samples/" + rows.task + ".jsonl:" + rows.what))
-    parts = [rows.head(0).assign(column="")]
-    for column, (task, shots) in tasks.items():
-        asked = rows.shots.isna() | (shots is None) | (rows.shots == shots)
-        its = rows[(rows.task == task) & asked].drop_duplicates("run")
-        parts.append(its.assign(column=column))
-    found: Frame = pandas.concat(parts, ignore_index=True)
+    named = [(column, *asked) for column, asked in tasks.items()]
+    named = pandas.DataFrame(named, columns=["column", "task", "asked"])
+    found: Frame = named.merge(rows, on="task")  # in the order of the columns
+    asked = found.shots.isna() | found.asked.isna() | (found.shots == found.asked)
+    found = found[asked].drop(columns="asked").drop_duplicates(["run", "column"])
     if mean:
         by = found.groupby("run")["value"]
-        own = found[by.transform("size") == len(tasks)].drop_duplicates("run")
-        value = own["run"].map(by.mean())
-        own = own.assign(value=value, cell=value, low=np.nan, column=mean)
-        found = pandas.concat([found, own], ignore_index=True)
+        own = found.assign(value=by.transform("mean"), low=np.nan, column=mean)
+        own = own[by.transform("size") == len(tasks)].drop_duplicates("run")
+        found = pandas.concat([found, with_cells(own)], ignore_index=True)
     return found
 
 

@@ -119,12 +119,11 @@ def with_evaluations(rows: Frame) -> Frame:
     """The rows, and those of the tasks that other runs evaluated on a run's unattacked model as
     that run's own; "by" is the run that evaluated."""
     asked = rows[rows.task.notna() & rows.origin.isin(rows["run"])]
-    for name, whole in (("attack", "zero"), ("criterion", "none")):
+    for name, whole in (("attack", "zero"), ("criterion", "none"), ("k", 0)):
         asked = asked[asked[name].isna() | (asked[name] == whole)] if name in asked else asked
-    asked = asked[asked.k.isna() | (asked.k == 0)] if "k" in asked else asked
-    own = rows.drop(columns=[*frame.FIELDS, "by"]).drop_duplicates("run").set_index("run")
-    seeds = rows.drop_duplicates("run").set_index("run")["seed"]
-    moved = asked[[*frame.FIELDS, "by"]].assign(run=asked.origin, seed=asked.origin.map(seeds))
+    own = rows.drop_duplicates("run").set_index("run")
+    moved = asked[[*frame.FIELDS, "by"]].assign(run=asked.origin, seed=asked.origin.map(own.seed))
+    own = own.drop(columns=[*frame.FIELDS, "by"])
     return pandas.concat([rows, moved.join(own, on="run")], ignore_index=True)
 
 
