@@ -250,9 +250,8 @@ def of_attacks(untrained: Frame, attack: str, base: str) -> Frame:
     """The loss under one attack against that under another, or under none ("-")."""
     rows = untrained.query("what == 'nll' and `config.layer`.isna()")
     rows = rows.assign(part=rows.text, run_on=rows.model + ", " + rows.text)
-    ours, other = (rows[rows.attacked == x] for x in (attack, base))
     on, free = ["model", "text", "window"], ("attack", "k", "attacked", "limit")
-    return c.judged(c.against(ours, other, c.CLAIM, on, free))
+    return c.claim(rows, rows.attacked == attack, rows.attacked == base, on, free)
 
 
 zeroing_and_retaining = partial(of_attacks, attack="zero 5", base="retain 5")

@@ -269,8 +269,7 @@ def above_all(sst2: Frame) -> Frame:
 def tuning(sst2: Frame, tuned: str, base: str, sign: int) -> Frame:
     """A method tuned layer by layer against the method alone."""
     rows = default(sst2).assign(part="tuned")
-    ours, other = (rows[rows.method == x] for x in (tuned, base))
-    return c.judged(c.against(ours, other, c.CLAIM, ON, FREE), sign)
+    return c.claim(rows, rows.method == tuned, rows.method == base, ON, FREE, sign)
 
 
 tuning_helps = partial(tuning, tuned=TUNED["block"], base=FUSION, sign=1)
@@ -278,9 +277,8 @@ tuning_helps_sketch = partial(tuning, tuned="Sketch, tuned", base="Sketch", sign
 
 
 def above_half_depth(sst2: Frame) -> Frame:
-    half = sst2[sst2.method.str.startswith("first ")]
-    ours = sst2.query("layers < 5 and method == @FUSION")  # of six; the paper: < 10 of twelve
-    return c.judged(c.against(ours, half, c.CLAIM, ON, FREE))
+    ours = (sst2.layers < 5) & (sst2.method == FUSION)  # of six; the paper: < 10 of twelve
+    return c.claim(sst2, ours, sst2.method.str.startswith("first "), ON, FREE)
 
 
 CURVES = ("train/loss",)

@@ -327,3 +327,12 @@ def judged(values: Any, sign: int = 1) -> Frame:
     """
     told = [stats.verdict(value, sign) for value in values]
     return values.rename("value").to_frame().assign(verdict=told).reset_index()
+
+
+def claim(rows: Frame, ours: Any, base: Any, on: Names, free: Names = (), sign: int = 1) -> Frame:
+    """Parts of a claim: some of the rows against others, seed by seed (`against`, `judged`).
+
+    Args:
+      ours, base: for each row, whether it is on that side.
+    """
+    return judged(against(rows[ours], rows[base], CLAIM, on, free), sign)
