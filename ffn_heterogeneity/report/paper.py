@@ -148,10 +148,8 @@ def draw_all(paper: Paper, frames: dict[str, Any]) -> Iterator[Drawn]:
 
 def _made(paper: Paper, key: str, texts: Mapping[str, Any], frames: dict[str, Any]) -> Frame | None:
     """Result of the function of this name; None for a table or claim of printed numbers alone."""
-    if key not in paper.functions:
-        if "rows" in texts:
-            return None
-        raise ValueError(f"{paper.name}: no function is named {key!r}, which its JSON has")
+    if "rows" in texts and key not in paper.functions:
+        return None
     try:
         return _result(paper, key, frames)
     except ValueError as error:
@@ -160,6 +158,8 @@ def _made(paper: Paper, key: str, texts: Mapping[str, Any], frames: dict[str, An
 
 def _result(paper: Paper, name: str, frames: dict[str, Any]) -> Any:
     """What a function makes of the frames, or of others' results, that its parameters name."""
+    if name not in paper.functions:
+        raise ValueError(f"no function is named {name!r}")
     function = paper.functions[name]
     asked = inspect.signature(function).parameters.values()
     names = [one.name for one in asked if one.default is one.empty]
