@@ -156,7 +156,8 @@ def points(
 
     Args:
       value: what the y axis shows; the rows' own "value" is y.
-      least: places on the x axis that a seed has, or is left out: it would move a mean elsewhere.
+      free: settings in which runs on one line may differ.
+      least: the number of x values that a seed needs; others would shift the mean over seeds.
     """
     made = rows.copy().assign(panel=panel, line=line, x=rows[x], y=rows["value"])
     places = made.groupby(["panel", "line", "seed"], dropna=False)["x"].transform("nunique")

@@ -61,7 +61,8 @@ def panels_of(rows, xlabel: str = "step", log: bool = False, lines: Iterable[str
 
     Args:
       rows: a pandas.DataFrame with panel, value (what y is), line, seed, x and y.
-      lines: of every panel, in their order, also those without a point there; default: its own.
+      lines: names of the lines of every panel, in order; a line without points keeps its color.
+        Default: the lines that the panel has.
     """
     panels, every = [], list(lines)
     for (title, ylabel), its in rows.groupby(["panel", "value"], sort=False):

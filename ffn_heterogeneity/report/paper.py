@@ -206,7 +206,7 @@ def _title(key: str, texts: Mapping[str, Any]) -> str:
 
 
 def draw_claims(paper: Paper, frames: dict[str, Any]) -> Drawn:
-    """Every claim: what the paper's own numbers say of it, then a row for all that was run."""
+    """Every claim: the verdicts on the paper's own numbers, then a row for all that was run."""
     rows = []
     for key, texts in paper.printed.get("claims", {}).items():
         found = list(texts.get("rows", ()))
