@@ -38,9 +38,8 @@ def evaluations(runs: Frame) -> Frame:
     rows = c.evaluated(c.need(runs, *names), "attack")
     attacked = (rows.attack + " " + rows.k.astype(str)).where(rows.k != 0, "-")
     layers = c.label(rows, ", layer {:g}".format, "config.layer").fillna("")
-    rows = rows.assign(
-        attacked=attacked, text=read_text(rows), place="here" + layers + windows(rows)
-    )
+    place = "here" + layers + windows(rows)
+    rows = rows.assign(attacked=attacked, text=read_text(rows), place=place)
     rows = rows.sort_values(["model", "text", "k"], kind="stable")
     return c.with_answers(rows, TASKS, MEAN)
 
@@ -251,9 +250,8 @@ def of_attacks(untrained: Frame, attack: str, base: str) -> Frame:
     """The loss under one attack against that under another, or under none ("-")."""
     rows = untrained.query("what == 'nll' and `config.layer`.isna()")
     rows = rows.assign(part=rows.text, run_on=rows.model + ", " + rows.text)
-    ours, other = (rows[rows.attacked == x] for x in (attack, base))
     on, free = ["model", "text", "window"], ("attack", "k", "attacked", "limit")
-    return c.judged(c.against(ours, other, c.CLAIM, on, free))
+    return c.claim(rows, rows.attacked == attack, rows.attacked == base, on, free)
 
 
 zeroing_and_retaining = partial(of_attacks, attack="zero 5", base="retain 5")

@@ -99,15 +99,6 @@ def blocks(runs: Frame) -> Frame:
     return rows.assign(run=run, place="here: " + rows.model)
 
 
-def in_memory(runs: Frame) -> Frame:
-    """Language models compressed in memory."""
-    rows = c.evaluated(c.need(runs, "method", "ratio", "canonical", "spare"), "method")
-    names = c.label(rows, fused, "method", "canonical", "spare").where(rows.ratio != 0, "whole")
-    seed = rows.seed.where(rows.method.isin(DRAWN))
-    rows = rows.assign(seed=seed, names=names, place="here")
-    return rows.sort_values(["model", "ratio"], kind="stable")
-
-
 def fused(method: str, canonical: Any, spare: Any) -> str:
     """Name of a fusion: "fusion, canonical", "fusion, 5 spared"."""
     if canonical is True:
@@ -141,11 +132,14 @@ def recovered_from(method: Any, canonical: Any, spare: Any, criterion: Any, more
 
 
 def scores(finetunings: Frame) -> Frame:
+    """Scores on all tasks, in percent."""
     return finetunings[finetunings.what == SCORE]
 
 
 def sst2(scores: Frame) -> Frame:
-    return scores[scores.task == "sst2"]
+    """Scores on SST-2, with the labels of a claim."""
+    rows = scores[scores.task == "sst2"]
+    return rows.assign(part=rows.method + rows["size"], run_on=rows.task + rows.chosen)
 
 
 def table_1(blocks: Frame) -> Frame:
@@ -223,18 +217,20 @@ def paired(finetunings: Frame) -> Frame:
     return c.table(finetunings, index, columns | {"parameters": "parameters"})
 
 
-def untrained(in_memory: Frame) -> Frame:
-    share = c.label(in_memory, "{:g}".format, "ratio")
-    rows = in_memory.assign(method=in_memory.names, share=share)
+def untrained(runs: Frame) -> Frame:
+    """Language models compressed in memory."""
+    rows = c.evaluated(c.need(runs, "method", "ratio", "canonical", "spare"), "method")
+    names = c.label(rows, fused, "method", "canonical", "spare").where(rows.ratio != 0, "whole")
+    seed, share = rows.seed.where(rows.method.isin(DRAWN)), c.label(rows, "{:g}".format, "ratio")
+    rows = rows.assign(method=names, seed=seed, share=share, place="here")
+    rows = rows.sort_values(["model", "ratio"], kind="stable")
     columns = {"NLL": "nll", "perplexity": "perplexity", "inertia share": "inertia_share"}
     return c.table(rows, ["model", "method", "share", "place"], columns)
 
 
 def after_recovery(recovered: Frame) -> Frame:
-    index, columns = (
-        ["model", "steps", "method", "place"],
-        {"NLL": "nll", "perplexity": "perplexity"},
-    )
+    index, columns = ["model", "steps", "method", "place"], {"NLL": "nll"}
+    columns["perplexity"] = "perplexity"
     losses = recovered[recovered.what == "nll"]
     for name in ("whole", "entropy removal"):
         base, on = losses[losses.method == name], ["model", "steps"]
@@ -272,32 +268,24 @@ def closest_kernel(blocks: Frame) -> Frame:
     return against_fusion(rows.assign(run_on=rows.model), ["run_on"], 1)
 
 
-def claimable(sst2: Frame) -> Frame:
-    """Scores on SST-2 with the labels of a claim."""
-    return sst2.assign(part=sst2.method + sst2["size"], run_on=sst2.task + sst2.chosen)
-
-
-def above_all(claimable: Frame) -> Frame:
-    rows = default(claimable).query("`tune.kind`.isna() and method != 'whole'")
+def above_all(sst2: Frame) -> Frame:
+    rows = default(sst2).query("`tune.kind`.isna() and method != 'whole'")
     return against_fusion(rows, ON, -1)
 
 
-def tuning(claimable: Frame, tuned: str, base: str, sign: int) -> Frame:
+def tuning(sst2: Frame, tuned: str, base: str, sign: int) -> Frame:
     """A method tuned layer by layer against the method alone."""
-    rows = default(claimable).assign(part="tuned")
-    ours, other = (rows[rows.method == x] for x in (tuned, base))
-    return c.judged(c.against(ours, other, c.CLAIM, ON, FREE), sign)
+    rows = default(sst2).assign(part="tuned")
+    return c.claim(rows, rows.method == tuned, rows.method == base, ON, FREE, sign)
 
 
 tuning_helps = partial(tuning, tuned=TUNED["block"], base=FUSION, sign=1)
 tuning_helps_sketch = partial(tuning, tuned="Sketch, tuned", base="Sketch", sign=-1)
 
 
-def above_half_depth(claimable: Frame) -> Frame:
-    half = claimable[claimable.method.str.startswith("first ")]
-    # Of six; the paper: < 10 of twelve.
-    ours = claimable[(claimable.layers < 5) & (claimable.method == FUSION)]
-    return c.judged(c.against(ours, half, c.CLAIM, ON, FREE))
+def above_half_depth(sst2: Frame) -> Frame:
+    ours = (sst2.layers < 5) & (sst2.method == FUSION)  # of six; the paper: < 10 of twelve
+    return c.claim(sst2, ours, sst2.method.str.startswith("first "), ON, FREE)
 
 
 CURVES = ("train/loss",)

@@ -227,8 +227,8 @@ def figure_4(removals: Frame) -> Frame:
 def mstd_against_gini(outgoing: Frame, what: str) -> Frame:
     rows = outgoing.query("what == @what")
     rows = rows.assign(part="alpha = " + rows.alpha, run_on=rows.model + ", " + rows.data)
-    gini, free = rows[rows.loss == "gini"], (VARIANT, "loss")
-    return c.judged(c.against(ours(rows), gini, c.CLAIM, c.CLAIM, free), -1)
+    sides = ((rows.loss == "mstd") & (rows.alpha != "0"), rows.loss == "gini")
+    return c.claim(rows, *sides, on=c.CLAIM, free=(VARIANT, "loss"), sign=-1)
 
 
 entropy_of_mstd = partial(mstd_against_gini, what=ENTROPY_OF_WEIGHTS)
@@ -240,9 +240,8 @@ def against_chance(removals: Frame, methods: list[str], sign: int) -> Frame:
     rows = removals.query("what == 'perplexity'")
     place = rows.model + ", " + rows.layers + ", " + rows.removed
     rows = rows.assign(part=rows.method, run_on=place)
-    ours, chance = (rows[rows.method.isin(x)] for x in (methods, ["Random"]))
-    free = (*REMOVAL, "method", "limit")
-    return c.judged(c.against(ours, chance, c.CLAIM, ["run_on", "place"], free), sign)
+    ours, on, free = rows.method.isin(methods), ["run_on", "place"], (*REMOVAL, "method", "limit")
+    return c.claim(rows, ours, rows.method == "Random", on, free, sign)
 
 
 by_entropy = partial(against_chance, methods=["Entropy-based"], sign=-1)

@@ -182,9 +182,9 @@ def figure_4(classifiers: Frame) -> Frame:
 
 def claimed(full: Frame, method: str, base: str) -> Frame:
     """A pooling against another: each model's runs, each task a part."""
-    rows = full.assign(part=full["data.task"], run_on=full.model + full.rate)
-    ours, other = (rows[(rows.what == SCORE) & (rows.method == x)] for x in (method, base))
-    return c.judged(c.against(ours, other, c.CLAIM, DATA, POOLED))
+    rows = full[full.what == SCORE]
+    rows = rows.assign(part=rows["data.task"], run_on=rows.model + rows.rate)
+    return c.claim(rows, rows.method == method, rows.method == base, DATA, POOLED)
 
 
 above_baseline = partial(claimed, method="P-32", base="Baseline")

@@ -156,7 +156,8 @@ def points(
 
     Args:
       value: what the y axis shows; the rows' own "value" is y.
-      least: places on the x axis that a seed has, or is left out: it would move a mean elsewhere.
+      free: settings in which runs on one line may differ.
+      least: the number of x values that a seed needs; others would shift the mean over seeds.
     """
     made = rows.copy().assign(panel=panel, line=line, x=rows[x], y=rows["value"])
     places = made.groupby(["panel", "line", "seed"], dropna=False)["x"].transform("nunique")
@@ -212,18 +213,16 @@ def accuracies(rows: Frame, tasks: Mapping[str, Sequence], mean: str = "") -> Fr
     rows = rows[rows.task.notna() & rows.low.notna()]
     rows = rows.sort_values("what", key=lambda x: x.map(BEST_FIRST).fillna(9), kind="stable")
     rows = in_percent(rows.assign(units="samples/" + rows.task + ".jsonl:" + rows.what))
-    parts = [rows.head(0).assign(column="")]
-    for column, (task, shots) in tasks.items():
-        asked = rows.shots.isna() | (shots is None) | (rows.shots == shots)
-        its = rows[(rows.task == task) & asked].drop_duplicates("run")
-        parts.append(its.assign(column=column))
-    found: Frame = pandas.concat(parts, ignore_index=True)
+    named = [(column, *asked) for column, asked in tasks.items()]
+    named = pandas.DataFrame(named, columns=["column", "task", "asked"])
+    found: Frame = named.merge(rows, on="task")  # in the order of the columns
+    asked = found.shots.isna() | found.asked.isna() | (found.shots == found.asked)
+    found = found[asked].drop(columns="asked").drop_duplicates(["run", "column"])
     if mean:
         by = found.groupby("run")["value"]
-        own = found[by.transform("size") == len(tasks)].drop_duplicates("run")
-        value = own["run"].map(by.mean())
-        own = own.assign(value=value, cell=value, low=np.nan, column=mean)
-        found = pandas.concat([found, own], ignore_index=True)
+        own = found.assign(value=by.transform("mean"), low=np.nan, column=mean)
+        own = own[by.transform("size") == len(tasks)].drop_duplicates("run")
+        found = pandas.concat([found, with_cells(own)], ignore_index=True)
     return found
 
 
@@ -340,3 +339,12 @@ def judged(values: Any, sign: int = 1) -> Frame:
     """
     told = [stats.verdict(value, sign) for value in values]
     return values.rename("value").to_frame().assign(verdict=told).reset_index()
+
+
+def claim(rows: Frame, ours: Any, base: Any, on: Names, free: Names = (), sign: int = 1) -> Frame:
+    """Parts of a claim: some of the rows against others, seed by seed (`against`, `judged`).
+
+    Args:
+      ours, base: for each row, whether it is on that side.
+    """
+    return judged(against(rows[ours], rows[base], CLAIM, on, free), sign)

@@ -191,11 +191,9 @@ def draw_runs(runs: Runs):
 
     Lines have gaps where a value is not finite, or its row is lost.
     """
-    points = pandas.concat([runs.curves, lost(runs.curves).assign(what="train/loss")])
-    points["y"] = points["value"].where(np.isfinite(points["value"]))
-    points = points.assign(panel=points.what, line=points.label, seed=points["run"], value="")
-    panels = [points[points.what == name] for name in choose_panels(runs)]
-    if not panels:
-        return None
-    rows = pandas.concat(panels).rename(columns={"step": "x"})
-    return draw(panels_of(rows, lines=runs.settings["label"].unique()))
+    rows = pandas.concat([runs.curves, lost(runs.curves).assign(what="train/loss")])
+    rows = rows.assign(y=rows["value"].where(np.isfinite(rows["value"])), value="", x=rows["step"])
+    rows = rows.assign(panel=rows.what, line=rows.label, seed=rows["run"])
+    panels = [rows[rows.what == name] for name in choose_panels(runs)]
+    labels = runs.settings["label"].unique()
+    return draw(panels_of(pandas.concat(panels), lines=labels)) if panels else None

@@ -61,7 +61,8 @@ def panels_of(rows, xlabel: str = "step", log: bool = False, lines: Iterable[str
 
     Args:
       rows: a pandas.DataFrame with panel, value (what y is), line, seed, x and y.
-      lines: of every panel, in their order, also those without a point there; default: its own.
+      lines: names of the lines of every panel, in order; a line without points keeps its color.
+        Default: the lines that the panel has.
     """
     panels, every = [], list(lines)
     for (title, ylabel), its in rows.groupby(["panel", "value"], sort=False):
@@ -112,13 +113,12 @@ def heat(panels: Sequence[Panel]):
     rows = max(len(panel.lines) for panel in panels)
     figure, axes = _axes(1, len(panels), 6.5 * len(panels), 1.6 + 0.4 * rows)
     for axis, panel in zip(axes, panels, strict=True):
-        means = [pandas.Series(line.y.mean(0), line.x) for line in panel.lines]
-        image = pandas.DataFrame([(mean - mean.min()) / (np.ptp(mean) or 1) for mean in means])
-        image = image.sort_index(axis="columns")
-        shown = axis.imshow(image, aspect="auto", cmap="cividis", vmin=0, vmax=1)
-        every = -(-image.shape[1] // 12)
-        axis.set_xticks(range(image.shape[1])[::every], [f"{x:g}" for x in image][::every])
-        axis.set_yticks(range(len(image)), [_safe(line.label) for line in panel.lines])
+        means = {_safe(line.label): pandas.Series(line.y.mean(0), line.x) for line in panel.lines}
+        image = pandas.DataFrame(means).sort_index().transpose()
+        low, high = image.min(axis=1), image.max(axis=1)
+        image = image.sub(low, axis=0).div((high - low).replace(0, 1), axis=0)
+        shown = axis.pcolormesh(image.columns, image.index, image, cmap="cividis", vmin=0, vmax=1)
+        axis.invert_yaxis()
         axis.set(xlabel=panel.xlabel, title=_safe(panel.title))
         figure.colorbar(shown, ax=axis, label=f"{panel.ylabel} in its row's range")
     return figure

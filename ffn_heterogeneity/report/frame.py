@@ -103,11 +103,10 @@ def plain(rows: pandas.DataFrame) -> pandas.DataFrame:
     import pandas
 
     taken = {SETTINGS + name for name in (*FIELDS, "run", "by")}
-    names = {name: name.removeprefix(SETTINGS) for name in rows.columns if name not in taken}
     rows = rows.drop(columns=[SETTINGS + "model", SETTINGS + "seed"], errors="ignore")
+    rows = rows.rename(columns=lambda x: x if x in taken else x.removeprefix(SETTINGS))
     whole = rows.split.astype(object) + "/" + rows.what
     rows = rows.copy().assign(what=whole.where(rows.split.notna(), rows.what), by=rows["run"])
-    rows = rows.rename(columns=names)
     own = [name for name in rows.columns if name not in FIELDS]
     made = {x: pandas.Series([*map(_whole, rows[x])], rows.index, dtype=object) for x in own}
     return pandas.concat([rows[list(FIELDS)], pandas.DataFrame(made, rows.index)], axis="columns")

@@ -119,12 +119,11 @@ def with_evaluations(rows: Frame) -> Frame:
     """The rows, and those of the tasks that other runs evaluated on a run's unattacked model as
     that run's own; "by" is the run that evaluated."""
     asked = rows[rows.task.notna() & rows.origin.isin(rows["run"])]
-    for name, whole in (("attack", "zero"), ("criterion", "none")):
+    for name, whole in (("attack", "zero"), ("criterion", "none"), ("k", 0)):
         asked = asked[asked[name].isna() | (asked[name] == whole)] if name in asked else asked
-    asked = asked[asked.k.isna() | (asked.k == 0)] if "k" in asked else asked
-    own = rows.drop(columns=[*frame.FIELDS, "by"]).drop_duplicates("run").set_index("run")
-    seeds = rows.drop_duplicates("run").set_index("run")["seed"]
-    moved = asked[[*frame.FIELDS, "by"]].assign(run=asked.origin, seed=asked.origin.map(seeds))
+    own = rows.drop_duplicates("run").set_index("run")
+    moved = asked[[*frame.FIELDS, "by"]].assign(run=asked.origin, seed=asked.origin.map(own.seed))
+    own = own.drop(columns=[*frame.FIELDS, "by"])
     return pandas.concat([rows, moved.join(own, on="run")], ignore_index=True)
 
 
@@ -149,10 +148,8 @@ def draw_all(paper: Paper, frames: dict[str, Any]) -> Iterator[Drawn]:
 
 def _made(paper: Paper, key: str, texts: Mapping[str, Any], frames: dict[str, Any]) -> Frame | None:
     """Result of the function of this name; None for a table or claim of printed numbers alone."""
-    if key not in paper.functions:
-        if "rows" in texts:
-            return None
-        raise ValueError(f"{paper.name}: no function is named {key!r}, which its JSON has")
+    if "rows" in texts and key not in paper.functions:
+        return None
     try:
         return _result(paper, key, frames)
     except ValueError as error:
@@ -161,6 +158,8 @@ def _made(paper: Paper, key: str, texts: Mapping[str, Any], frames: dict[str, An
 
 def _result(paper: Paper, name: str, frames: dict[str, Any]) -> Any:
     """What a function makes of the frames, or of others' results, that its parameters name."""
+    if name not in paper.functions:
+        raise ValueError(f"no function is named {name!r}")
     function = paper.functions[name]
     asked = inspect.signature(function).parameters.values()
     names = [one.name for one in asked if one.default is one.empty]
@@ -207,7 +206,7 @@ def _title(key: str, texts: Mapping[str, Any]) -> str:
 
 
 def draw_claims(paper: Paper, frames: dict[str, Any]) -> Drawn:
-    """Every claim: what the paper's own numbers say of it, then a row for all that was run."""
+    """Every claim: the verdicts on the paper's own numbers, then a row for all that was run."""
     rows = []
     for key, texts in paper.printed.get("claims", {}).items():
         found = list(texts.get("rows", ()))

@@ -92,6 +92,11 @@ def test_gains_are_those_of_their_scores():
         for standard, nucl, gain in zip(*both, gains.values(), strict=True):
             assert 100 * (nucl / standard - 1) == pytest.approx(gain[column], abs=0.0051)
     assert gains["2B",][1] == rows_of(NUCL["table_3"])["FFN outgoing",][0] == 2.71
+    for (task, _), row in rows_of(printed("nucl")["ours"]["tables"]["gains"]).items():
+        p, n = sum(row[:2]) / 200, {"GSM8K": 1319, "MBPP": 500}.get(task)
+        z = row[2] / 100 / (2 * p * (1 - p) / n) ** 0.5 if n else None
+        assert row[2:4] == pytest.approx([row[1] - row[0], 100 * (row[1] / row[0] - 1)], 1e-3)
+        assert row[4] == (z and pytest.approx(z, 1e-3))
 
 
 def test_the_configs_numbers_are_macdrops(shared_data):
@@ -117,38 +122,34 @@ def test_the_majority_answers_are_those_of_the_validation_sets(shared_data, task
     assert 100 * score == pytest.approx(printed("p32")["majority"][task], abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("column", "claim"),
-    [("# Train Samples", "samples_tell"), ("Avg. Input Length", "length_tells")],
-)
-def test_regressions_are_those_of_the_printed_tables(column, claim):
-    """The line through LLAMA-2-7B's gains, with and without MNLI."""
-    tables, parts = printed("p32")["tables"], []
-    sizes = {row[0]: row[1:] for row in tables["table_5"]["rows"]}
-    x = {task: its[tables["table_5"]["columns"].index(column)] for task, its in sizes.items()}
-    scores = rows_of(tables["table_2"])
+@pytest.mark.parametrize(("place", "claim"), [(0, "samples_tell"), (1, "length_tells")])
+def test_regressions_are_those_of_the_tables(place, claim):
+    """The line through LLAMA-2-7B's gains, without and with MNLI."""
+    tables, found = printed("p32")["tables"], []
+    scores, names = rows_of(tables["table_2"]), tables["table_2"]["columns"]
     both = (scores["LLAMA-2-7B", method] for method in ("P-32 (ours)", "Baseline"))
-    gains = dict(zip(tables["table_2"]["columns"], np.subtract(*both), strict=True))
-    for name, but in (("seven data sets, without mnli", "mnli"), ("all eight", "")):
-        tasks = [task for task in x if task != but]
+    gains = dict(zip(names, np.subtract(*both), strict=True))
+    x = {task: row[place] for (task,), row in rows_of(tables["table_5"]).items()}
+    for tasks in ([task for task in x if task != "mnli"], list(x)):
         line = linregress([x[task] for task in tasks], [gains[task] for task in tasks])
-        parts.append(f"{name} slope {line.slope:.4g}, R2 {line.rvalue**2:.3f}, p {line.pvalue:.3f}")
-    assert printed("p32")["claims"][claim]["rows"][0][1] == "; ".join(parts)
+        found.append(f"slope {line.slope:.4g}, R2 {line.rvalue**2:.3f}, p {line.pvalue:.3f}")
+    ((_, text, _),) = printed("p32")["claims"][claim]["rows"]
+    assert text == f"seven data sets, without mnli {found[0]}; all eight {found[1]}"
 
 
 @pytest.mark.parametrize(
-    ("claim", "table", "place", "sign"), [("closest_kernel", 1, 2, 1), ("above_all", 2, 1, -1)]
+    ("claim", "table", "place"), [("closest_kernel", 1, 1), ("above_all", 2, 0)]
 )
-def test_z_of_three_runs_are_those_of_the_printed_tables(claim, table, place, sign):
-    printed_rows = printed("mlp_fusion")["tables"][f"table_{table}"]["rows"]
-    cells = {row[0]: [float(x) for x in row[place].split(" ± ")] for row in printed_rows}
-    mean, spread = cells.pop("MLP Fusion (Ours)")
-    parts = []
-    for name, (other, own) in cells.items():
-        z = sign * (other - mean) / ((spread**2 + own**2) / 3) ** 0.5
-        parts.append(f"{name} {other - mean:+,.2f}, z {z:.1f}")
-    ((_, measured, _),) = printed("mlp_fusion")["claims"][claim]["rows"]
-    assert measured.split("; ") == [x for x in parts if not x.startswith(("RoBERTa", "+Task"))]
+def test_z_are_those_of_the_tables(claim, table, place):
+    """Of three runs a cell, "mean ± spread"; each method minus fusion."""
+    table = rows_of(printed("mlp_fusion")["tables"][f"table_{table}"])
+    cells = {name: [float(x) for x in row[place].split(" ± ")] for (name,), row in table.items()}
+    mean, spread = cells["MLP Fusion (Ours)"]
+    ((_, text, _),) = printed("mlp_fusion")["claims"][claim]["rows"]
+    for name, apart, z in re.findall(r"(\S[^;]*) (\S+), z (\S+?)(?:;|$)", text):
+        error = ((spread**2 + cells[name][1] ** 2) / 3) ** 0.5
+        assert float(apart.replace(",", "")) == pytest.approx(cells[name][0] - mean, abs=0.0051)
+        assert float(z) == pytest.approx(abs(cells[name][0] - mean) / error, abs=0.051)
 
 
 @pytest.mark.parametrize(
