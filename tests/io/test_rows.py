@@ -183,7 +183,7 @@ def test_the_archives_that_are_kept(path):
     ("line", "words"),
     [
         ('{"what": "nll"}', "'value'"),
-        ("[1]", "no row"),
+        ("[1]", "not a row"),
         ("{", "Expecting"),
         ('{"what": "nll", "value": "low"}', "'value' is no float: None"),
         ('{"what": "nll", "value": 1, "layer": 1.5}', "'layer' is no int"),

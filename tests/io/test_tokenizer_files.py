@@ -49,7 +49,7 @@ CONFIG = [  # of tokenizer_config.json
 OTHERS = [
     ("special_tokens_map.json", '{"chat_template": "x"}', "a special token named 'chat_template'"),
     ("special_tokens_map.json", "[" * 100_000, "not JSON"),
-    ("added_tokens.json", '{"a": 1, "a": 2}', "the name 'a' stands twice"),
+    ("added_tokens.json", '{"a": 1, "a": 2}', "the name 'a' is twice"),
     ("tokenizer_config.json", "7", "it holds a int"),
     ("tokenizer_config.json", "\xff", "is no text"),
     ("tokenizer.json", "[]", "cannot be read"),
