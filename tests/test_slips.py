@@ -100,12 +100,12 @@ def test_monitors_adapters_criteria_and_fold_refuse_a_slip():
 
 
 @pytest.mark.parametrize(("name", "given", "message"), [
-    ("prune", {"reverse": "False"}, "reverse='False': bool is expected"),
-    ("prune", {"count": 2.7}, "count=2.7: int | None is expected"),
-    ("prune", {"criterion": None}, "criterion=None: str is expected"),
+    ("prune", {"reverse": "False"}, "reverse='False'; expected bool"),
+    ("prune", {"count": 2.7}, "count=2.7; expected int | None"),
+    ("prune", {"criterion": None}, "criterion=None; expected str"),
     ("prune", {"protect": "bos:inf"}, "protect='bos:inf'"),
     ("lora", {"dropout": 5}, "dropout=5"),
-    ("macdrop", {"epochs": 2.5}, "epochs=2.5: int is expected"),
+    ("macdrop", {"epochs": 2.5}, "epochs=2.5; expected int"),
     ("macdrop", {"a": float("nan")}, "a=nan"),
     ("score_mask", {"ratio": 1.0}, "ratio=1.0"),
     ("gates", {"rank": -1}, "rank=-1"),

@@ -1,4 +1,4 @@
-"""`make demo`: what the NUCL paper says, shown on a real model in minutes on two CPU cores."""
+"""`make demo`: the NUCL paper's claims on a pretrained model, in minutes on two CPU cores."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ REMOVALS: dict[str, tuple[str, bool]] = {
 
 
 def python_manual() -> tuple[str, str]:
-    """(train, held-out): the language reference that every CPython ships, every 8th topic apart."""
+    """(train, held-out) text: CPython's language reference, with every 8th topic held out."""
     from pydoc_data.topics import topics
 
     parts: tuple[list[str], list[str]] = ([], [])
@@ -58,15 +58,15 @@ def python_manual() -> tuple[str, str]:
 def run(
     workdir: epath.Path, models: str | None, steps: int, alpha: float, fresh: bool = False
 ) -> dict:
-    """Runs every piece that is not there yet and writes the report.
+    """Run every part that has no saved result and write the report.
 
     Args:
-      models: where the model is fetched to; None: `fetch.models_directory`.
-      alpha: weight of NUCL in the second of two runs of so many steps.
-      fresh: removes an earlier demo's pieces first.
+      models: directory for the fetched model; None: `fetch.models_directory`.
+      alpha: NUCL's weight in the second of the two training runs.
+      fresh: remove the results of an earlier demo first.
 
     Raises:
-      WorkdirError: the directory holds something else, or a demo of other settings.
+      WorkdirError: the directory holds something else, or a demo with other settings.
     """
     settings = {"demo": True, "steps": steps, "alpha": alpha}
     settings |= {"window": WINDOW, "windows": WINDOWS, "ratio": RATIO}
@@ -79,7 +79,7 @@ def run(
 
 @products()
 def pieces(workdir: epath.Path, models: str | None, settings: dict) -> dict:
-    """Those that are there are read; `run` says the rest."""
+    """Run or read the parts of the demo; see `run`."""
     started = time.time()
     path = fetch_model("smollm2", models)
     train_text, heldout_text = python_manual()
@@ -102,7 +102,7 @@ def pieces(workdir: epath.Path, models: str | None, settings: dict) -> dict:
         after = once(folder, f"after alpha = {alpha:g}", tuned.after)
         results["training"][f"alpha = {alpha:g}"] = {**trained, **after}
     results["bought"] = bought(*(run["added"] for run in results["training"].values()))
-    # A second run only reads: the first one's time is the one worth telling.
+    # A second run only reads results, so the first run's time is reported.
     results["seconds"] = once(folder, "time", lambda: round(time.time() - started, 1))
     write_results(workdir, results)
     report(workdir, results)
@@ -123,7 +123,7 @@ class Pretrained:
 
     @functools.cached_property
     def model(self) -> Model:
-        """Loaded when first needed: a second run that finds all pieces needs none."""
+        """The model, loaded on first use: a second run with all results needs none."""
         return load_model(self.spec)
 
     def rows(self) -> np.ndarray:
@@ -132,20 +132,20 @@ class Pretrained:
         )
 
     def before(self) -> dict:
-        """Perplexity and connectivity of the model as it comes."""
+        """Perplexity and connectivity of the original model."""
         model = self.model
         found = perplexity(model.config, model.params, self.rows(), progress="perplexity before")
         return {**found, "layers": layer_sums(model, self.workdir)}
 
     def after(self) -> dict:
-        """The NLL that removal by entropy adds to each window."""
+        """Increase of each window's NLL by removing neurons by entropy."""
         model = self.model
         whole = perplexity(model.config, model.params, self.rows(), progress="perplexity after")
         thin = self.removal(*REMOVALS["highest entropy (NUCL)"])
         return {"added": np.subtract(thin["nll_windows"], whole["nll_windows"]).tolist()}
 
     def removal(self, criterion: str, reverse: bool) -> dict:
-        """Perplexity after removing a quarter of every layer's neurons."""
+        """Perplexity after removing 25% of every layer's neurons."""
         model = self.model
         plan = RemovalPlan(criterion, RATIO, reverse=reverse)
         config, params, *_ = reduce_model(model.config, model.params, plan)
@@ -154,7 +154,7 @@ class Pretrained:
 
 
 def train(workdir: epath.Path, spec: str, alpha: float, steps: int) -> dict:
-    """One short fine-tuning run; its results and its metrics by step."""
+    """Run one short fine-tuning; return its results and its metrics by step."""
     from ffn_heterogeneity.launch.commands import COMMANDS
 
     say(f"fine-tuning, alpha = {alpha:g}")
@@ -165,7 +165,7 @@ def train(workdir: epath.Path, spec: str, alpha: float, steps: int) -> dict:
 
 
 def demo_config(config: ConfigDict, workdir: epath.Path, alpha: float, steps: int) -> ConfigDict:
-    """The paper's recipe cut to two CPU cores: few short rows, no dropout, a larger rate."""
+    """The paper's recipe for two CPU cores: few short rows, no dropout, a larger learning rate."""
     config.steps, config.batch_size, config.seq_len = steps, 2, WINDOW
     config.losses.nucl.weight, config.dropout = alpha, 0.0
     config.optimizer.learning_rate, config.optimizer.warmup_steps = 5e-5, 5
@@ -175,12 +175,12 @@ def demo_config(config: ConfigDict, workdir: epath.Path, alpha: float, steps: in
     config.eval.every, config.eval.max_batches = max(1, steps // 3), 4
     config.checkpoint.every, config.checkpoint.keep_best = 0, False
     config.checkpoint.at_end = False
-    config.remat = "none"  # what so few rows would save is not worth a second forward pass
+    config.remat = "none"  # with few rows, the memory saved is not worth a second forward pass
     return config
 
 
 def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
-    """report.md, figures, and the tables on the terminal."""
+    """Write report.md and figures, and print the tables."""
     before, removal = results["before"], results["removal"]
     perplexities = with_none(before, removal)
     title = f"perplexity without {RATIO:.0%} of the FFN neurons (log scale)"
@@ -205,14 +205,14 @@ def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
 
 
 def with_none(before: Mapping[str, Any], removal: Mapping[str, Any]) -> dict[str, float]:
-    """The perplexities by what was removed, first that of the whole model."""
+    """Perplexity of each removal, starting with the unpruned model."""
     return {"none removed": before["perplexity"]} | {
         label: float(found["perplexity"]) for label, found in removal.items()
     }
 
 
 def removal_table(before: Mapping[str, Any], removal: Mapping[str, Any]) -> str:
-    """The perplexities, and how many times that of the whole model they are."""
+    """Table of the perplexities and their ratios to the unpruned model's."""
     return markdown_table(
         (f"{RATIO:.0%} of every layer's neurons removed by", "perplexity", "x unpruned"),
         [
@@ -223,10 +223,10 @@ def removal_table(before: Mapping[str, Any], removal: Mapping[str, Any]) -> str:
 
 
 def bought(plain: Sequence[float], nucl: Sequence[float]) -> str:
-    """One sentence on what removal costs after fine-tuning with NUCL, beside fine-tuning alone.
+    """One sentence that compares the cost of removal after fine-tuning with and without NUCL.
 
     Args:
-      plain, nucl: what it adds to the NLL of each window, the same windows in both.
+      plain, nucl: increase of each window's NLL by the removal, for the same windows.
     """
     found = student(np.subtract(nucl, plain).tolist())
     told = "less" if found.high < 0 else "more" if found.low > 0 else ""
@@ -239,19 +239,19 @@ def bought(plain: Sequence[float], nucl: Sequence[float]) -> str:
 
 
 def curve(rows: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
-    """step -> value, of the rows that have it."""
+    """{step: value} of the rows that have the metric."""
     return {row["step"]: row[name] for row in rows if name in row}
 
 
 ENTROPY = "entropy/ent/ffn_out/mean"
 PANELS = {
     f"validation/{ENTROPY}": "outgoing entropy, mean per neuron (nats)",
-    "validation/nll": "held-out NLL (nats a token)",
+    "validation/nll": "held-out NLL (nats per token)",
 }
 
 
 def training_row(label: str, results: Mapping[str, Any]) -> tuple[str, ...]:
-    """Label, steps, held-out NLL and mean entropy before and after."""
+    """Table row: label, steps, held-out NLL and mean entropy before and after."""
     first, final = results["first"], results["final"]
     values = [row[f"validation/{name}"] for name in ("nll", ENTROPY) for row in (first, final)]
     return (label, str(results["steps"]), *(f"{value:.4f}" for value in values))

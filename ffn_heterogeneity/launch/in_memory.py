@@ -1,4 +1,4 @@
-"""A surgery, then scores, in memory: a row of NUCL's Table 4, of massive weights' Table 1."""
+"""A surgery in memory and its scores: a row of NUCL's Table 4 or massive weights' Table 1."""
 
 from __future__ import annotations
 
@@ -32,28 +32,29 @@ from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.tree import flatten, unflatten
 from ffn_heterogeneity.wording import settings_from
 
-# The criterion of the row that all others are compared with: the model as it is.
+# The criterion of the baseline row: the unchanged model.
 UNPRUNED = "none"
-# Of a least-squares compensation, layer by layer: what tells an exploding solution.
+# Per-layer fields of a least-squares report that show whether the solution explodes.
 LARGEST = ("lambda_norm", "lambda_max", "condition")
 
 
 def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
-    """Changes the model as `config.surgery` says (`configs/prune.py`, `configs/attack.py`), scores
-    it as `configs/perplexity.py` says and, where `config.tasks` names any, as `configs/harness.py`.
+    """Apply `config.surgery` (`configs/prune.py`, `configs/attack.py`) and score the new model.
 
-    Adapters are folded in first; the changed model is written only with `config.save_model`.
+    The scores are perplexity (`configs/perplexity.py`) and, if `config.tasks` names any, tasks
+    (`configs/harness.py`). Adapters are folded in first; the new model is written only with
+    `config.save_model`.
 
     Args:
-      load: as `load_model`; a sweep's keeps the model for the next point.
+      load: as `load_model`; a sweep passes a function that keeps the model for the next point.
 
     Returns:
-      What `results.json` holds: those of the surgery (of a removal without the lists of neurons;
-      "largest_..." over the layers of what a compensation reports), of the perplexity, of the
-      tasks, "answers" to `config.prompts`, and "seconds".
+      The content of `results.json`: the surgery's report (without lists of removed neurons; with
+      "largest_..." over the layers of a compensation's report), the perplexity, the tasks,
+      "answers" to `config.prompts`, and "seconds".
 
     Raises:
-      ValueError: a config value or a file is wrong; the message names it.
+      ValueError: an invalid config value or file; the message names it.
     """
     (surgery, settings, text, tasks), start = check_config(config), time.time()
     model = folded(load(config.model, revision=config.revision))
@@ -81,21 +82,23 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
 
 
 def surgery(config: ConfigDict, workdir: epath.Path) -> dict:
-    """`compress.run`; where the config names a text, with the perplexity before and after."""
+    """Run `compress.run`, with the perplexity before and after if the config names a text."""
     text = check_surgery(config)
     return compress.run(config, workdir, text and functools.partial(evaluation.score, text))
 
 
 def check_surgery(config: ConfigDict) -> TextSettings | None:
-    """The text that perplexity is measured on, if any; errors as `surgery`."""
+    """Return the settings of the perplexity's text, if any; errors as `surgery`."""
     compress.check_config(config)
     measured = config.get("text") or config.get("token_ids")
     return evaluation.check_config(config) if measured else None
 
 
 def check_config(config: ConfigDict) -> tuple[Surgery, Any, TextSettings, HarnessSettings | None]:
-    """(what changes the model, its settings or None for no change, the text, the tasks), with their
-    files read once, before a model is loaded; errors as `run`."""
+    """Return (surgery, its settings or None for no change, text, tasks) without loading a model.
+
+    Their files are read once, as a check; errors as `run`.
+    """
     text, tasks = evaluation.check_config(config), None
     if config.tasks:
         tasks = settings_from(HarnessSettings, config)
@@ -108,7 +111,7 @@ def check_config(config: ConfigDict) -> tuple[Surgery, Any, TextSettings, Harnes
 
 
 def operate(surgery: Surgery, settings: Any, model: Model, seed: int = 0) -> tuple[Model, dict]:
-    """(the changed model, the surgery's report); without settings nothing is removed.
+    """Return (the new model, the surgery's report); without settings nothing is removed.
 
     Raises:
       ValueError: as `compress.run`.
@@ -128,7 +131,7 @@ def operate(surgery: Surgery, settings: Any, model: Model, seed: int = 0) -> tup
 def answers(
     model: Model, prompts: Sequence[str], options: RunOptions, limit: int
 ) -> dict[str, str]:
-    """{prompt: what the model says to it, greedily}; without a chat template its continuation."""
+    """Return {prompt: the model's greedy answer}; without a chat template, its continuation."""
     chat = bool(getattr(tokenizer_of(model), "chat_template", None))
     generator = Generator(model.config, model.params, model.tokenizer, options=options)
     made = generator(prompt_rows(model, prompts, chat), Sampling(limit), progress=None)
@@ -136,9 +139,9 @@ def answers(
 
 
 def filled_up(model: Model) -> Model:
-    """Layers of unequal width filled up to the widest with zero neurons: the same outputs.
+    """Pad layers of unequal width with zero neurons to the widest; the outputs are the same.
 
-    So that one compiled program evaluates every choice of layers (Figure 4 has as many as the
+    So one compiled program evaluates every choice of layers (Figure 4 has as many choices as the
     model has layers).
     """
     if model.config.uniform_width:

@@ -238,7 +238,7 @@ def test_bad_points_stop_the_sweep_before_it_begins(files, tmp_path):
     for flag, message in (
         ("--config.text=", f"error: point {ALL}: give exactly one of --config.text"),
         ("--config.criterion=size", f"point {PRUNED}: unknown criterion 'size'"),
-        ("--config.criterion=mean_state", f"point {PRUNED}: criterion 'mean_state' looks at calib"),
+        ("--config.criterion=mean_state", f"point {PRUNED}: criterion 'mean_state' needs calib"),
         ("--config.ratio=2.0", f"point {PRUNED}: ratio=2.0 must be a number in"),
         ("--config.streaming=True", f"point {ALL}: streaming=True is for"),
         ("--config.model=runs/nowhere/model", f"point {ALL}: model 'runs/nowhere/model' is not a"),

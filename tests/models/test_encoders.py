@@ -283,7 +283,7 @@ def test_splash_is_neither_chosen_nor_given():
         ({"lm_head": True}, "layer 0: causal=False sees the next word"),
         ({"positions": "sinusoidal"}, "positions='sinusoidal': choose one of"),
         ({"first_position": -1}, "first_position=-1 must be an integer from 0 on"),
-        ({"parallel_residual": True}, "norm_placement='post' goes with neither parallel_residual"),
+        ({"parallel_residual": True}, "norm_placement='post' works with neither parallel_residual"),
         ({"layers": (LayerConfig(4),)}, "with positions='learned': give None"),
     ],
 )

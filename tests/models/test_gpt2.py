@@ -66,8 +66,11 @@ def test_files_without_the_prefix_and_with_the_buffers_of_old_ones_are_read(tmp_
 
 
 REFUSED = {
-    "scale_attn_weights": (False, "scale_attn_weights=False: gpt2 is read with True alone"),
-    "scale_attn_by_inverse_layer_idx": (True, "inverse_layer_idx=True: gpt2 is read with False"),
+    "scale_attn_weights": (False, "scale_attn_weights=False: gpt2 is supported only with True"),
+    "scale_attn_by_inverse_layer_idx": (
+        True,
+        "inverse_layer_idx=True: gpt2 is supported only with F",
+    ),
     "add_cross_attention": (True, "add_cross_attention=True: "),
     "n_inner": (0, "intermediate_size=0 is not a positive whole number"),
 }
