@@ -1,5 +1,7 @@
-"""Windows for perplexity: a long text as rows of ids in which every position after the first is
-predicted (MW, section 4; the protocol of the code its authors used)."""
+"""Windows for perplexity: rows of ids of a long text (MW, section 4; its authors' protocol).
+
+Every position after a row's first is predicted.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,14 @@ WINDOW_BOS = ("segment", "stream", "none")
 def text_windows(
     text: str, tokenizer: Any, window: int, max_windows: int | None = None, bos: str = "segment"
 ) -> np.ndarray:
-    """Cuts a text into windows of `window` PREDICTIONS each.
+    """Cut a text into windows of `window` PREDICTIONS each.
 
-    The text is tokenised whole, as it is, without special tokens: x_0 ... x_{N-1}. Row i, of
-    window + 1 ids, is the input followed by nothing else: row[1:] are the targets, row[:-1] their
-    inputs. With w = window:
+    The whole text is tokenized without special tokens: x_0 ... x_{N-1}. Row i has window + 1 ids:
+    row[1:] are the targets, row[:-1] their inputs. With w = window:
 
-    - "segment": [bos, x_{iw} ... x_{iw+w-1}]: every window starts afresh behind a bos. Windows do
-      not overlap; each token is predicted once; floor(N / w) windows. The default: Gemma-2 without
-      bos is broken.
+    - "segment": [bos, x_{iw} ... x_{iw+w-1}]: every window starts with a bos. Windows do not
+      overlap; each token is predicted once; floor(N / w) windows. This is the default, because
+      Gemma-2 does not work without bos.
     - "stream": the stream bos, x_0, x_1, ... cut every w ids: the same predicted tokens as
       "segment", but only the first window starts with bos; the others start with the token before
       their first prediction, x_{iw-1}.
@@ -33,13 +34,13 @@ def text_windows(
       target of the window before, so x_1, x_2, ... are predicted once each; floor((N - 1) / w)
       windows.
 
-    Tokens after the last whole window are left out.
+    Tokens after the last complete window are ignored.
 
     Args:
       text: the text.
       tokenizer: `transformers`-like; needs a `bos_token_id` unless bos is "none".
-      window: predictions in a window, at least 1.
-      max_windows: the first so many windows only; None (or 0) for all.
+      window: number of predictions per window, at least 1.
+      max_windows: use only the first windows, up to this number; None (or 0) for all.
       bos: one of the above.
 
     Returns:

@@ -33,18 +33,18 @@ from ffn_heterogeneity.surgery.fuse import Fusion, fuse
 from ffn_heterogeneity.tree import replaced
 from ffn_heterogeneity.wording import check_numbers, markdown_table, settings_from, settings_of
 
-# The block that returns its bias alone: what an output's error is worth is seen beside its.
+# A block that returns only its bias: a reference for the size of output errors.
 BIAS = "bias_only"
-# Of the block itself, and of the residual stream behind it.
+# Errors of the block's output, and of the residual stream after it.
 OUTPUTS = {"output_error": "y", "block_error": "block"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NtkSettings(ModelSettings):
-    """Settings that `configs/analyze.py:ntk` explains.
+    """Settings of `configs/analyze.py:ntk`.
 
     Attributes:
-      fusions: of that layer, by each method.
+      fusions: settings of the layer's compression, per method.
     """
 
     layer: int
@@ -63,7 +63,7 @@ class NtkSettings(ModelSettings):
 
     @classmethod
     def of(cls, config: ConfigDict) -> NtkSettings:
-        """The settings in a config, where keys of `Fusion` are among the others."""
+        """Return the settings of a config, which includes keys of `Fusion`."""
         shared = functools.partial(settings_from, Fusion, config, layers=str(config.layer))
         fusions = tuple(shared(method=method) for method in config.methods)
         data = settings_of(LabelSettings, config.data)
@@ -71,7 +71,7 @@ class NtkSettings(ModelSettings):
 
     @property
     def task(self) -> LabelTask:
-        """The task whose rows are read; a user's own has two labels, whose names nothing reads."""
+        """The task whose rows are read; a user's task gets two labels with arbitrary names."""
         fields = tuple(part for part in self.fields.split(",") if part)
         return get_task(self.data.task, fields, ("a", "b"))
 
@@ -81,19 +81,19 @@ class NtkSettings(ModelSettings):
 
 
 def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
-    """The analysis "ntk": of every method of compression, and of other models, how far a layer's
-    outputs and kernels are from the whole model's.
+    """The analysis "ntk": errors of a compressed layer's outputs and tangent kernels.
 
-    The head is the model's own; where it has none, one drawn by the seed.
+    It compares every compression method, and other models, with the uncompressed model. A model
+    without a head gets a random one, drawn with the seed.
 
     Returns:
-      {"layer", "rows", "tokens", "kernel_norm" and "sgd_kernel_norm" (Frobenius, of the whole
-      model's), and of each: {"ntk_error", "sgd_ntk_error": |K - K'|_F; "output_error",
-      "block_error": |y - y'|, averaged over tokens, and "..._words": over those that are no special
-      tokens; "kept_share" of the block's weights}}.
+      {"layer", "rows", "tokens", "kernel_norm" and "sgd_kernel_norm" (Frobenius norms of the
+      uncompressed model's kernels), and per method: {"ntk_error", "sgd_ntk_error": |K - K'|_F;
+      "output_error", "block_error": |y - y'|, averaged over tokens, and "..._words": averaged over
+      tokens that are not special; "kept_share" of the block's weights}}.
 
     Raises:
-      ValueError: as `fuse` and `token_states`; rows that cannot be read.
+      ValueError: as `fuse` and `token_states`; unreadable rows.
     """
     layer = settings.layer
     if layer >= model.config.n_layers:
@@ -121,7 +121,7 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
 
 
 def with_random_head(model: Model, outputs: int = 2, seed: int = 0) -> Model:
-    """The model with a head, drawn by the seed where it has none (dtype of its embedding)."""
+    """Return the model with a head: its own, or a random one (in the embedding's dtype)."""
     if model.config.head is not None:
         return model
     head = HeadConfig.of("classification", vars(Classification(outputs=outputs)))
@@ -132,7 +132,7 @@ def with_random_head(model: Model, outputs: int = 2, seed: int = 0) -> Model:
 def errors_of(
     whole: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], counted: Mapping[str, Any]
 ) -> dict[str, float]:
-    """The distances of `ntk`'s results; `counted`: suffix -> the tokens averaged over, [N, T]."""
+    """Distances in `ntk`'s results; `counted`: {suffix: mask of averaged tokens, [N, T]}."""
     found = {
         "ntk_error": np.linalg.norm(whole["adam"] - other["adam"]),
         "sgd_ntk_error": np.linalg.norm(whole["sgd"] - other["sgd"]),
@@ -151,7 +151,7 @@ def _measured(settings: NtkSettings, model: Model, data: Encoded, name: str) -> 
 
 
 def _others(settings: NtkSettings, model: Model):
-    """(name, model, further results) of everything that is compared with the whole one."""
+    """(name, model, further results) of all models to compare with the uncompressed one."""
     for fusion in settings.fusions:
         other, report = fuse(model, fusion)
         yield fusion.method, other, {"kept_share": report["kept_share"]}
@@ -169,7 +169,7 @@ def _others(settings: NtkSettings, model: Model):
 
 
 def without_kernel(model: Model, layer: int) -> Model:
-    """The model whose FFN in that layer returns its bias, whatever it reads."""
+    """Return the model with an FFN in that layer that always returns its bias."""
     silent = {
         place: replaced(ffn, "down/kernel", np.zeros_like(ffn["down"]["kernel"]))
         for place, ffn in ffn_blocks(model.config, model.params)
@@ -189,7 +189,7 @@ def _rows(settings: NtkSettings, model: Model) -> Encoded:
 
 
 def _say(results: Mapping[str, Any], workdir: epath.Path) -> None:
-    """A table on stderr, and the errors of the kernels as bars (Figure 1)."""
+    """Print a table on stderr, and draw the kernels' errors as bars (Figure 1)."""
     errors = results["errors"]
     names = list(dict.fromkeys(name for row in errors.values() for name in row))
     rows = [[one, *(number(row.get(name)) for name in names)] for one, row in errors.items()]

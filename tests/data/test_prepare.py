@@ -256,7 +256,7 @@ def test_long_documents_are_tokenised_in_passages(write, characters, tmp_path):
         ("a.txt", b"", "a.txt: the file is empty"),
         ("a.parquet", b"PAR1 no", "not a readable parquet file"),
         ("a.csv", b"a,b", "documents are read from .* files, not csv"),
-        ("a.html", b"a,b", "cannot tell what kind of data '.html' is"),
+        ("a.html", b"a,b", "unknown kind of data '.html'"),
     ],
 )
 @pytest.mark.parametrize("chunk_bytes", [5, 10**6])

@@ -282,4 +282,4 @@ def test_refusals(make, characters, bpe, tmp_path):
 def test_another_eos_is_said(make, characters, caplog):
     config = {"task": "tokens", "path": str(make([[[5, 6]]], eos=None))}
     make_pipeline(config, characters(), 2, 4, 0)
-    assert "documents end with eos None, as they were prepared; this run's eos is 2" in caplog.text
+    assert "documents were prepared with eos None; this run's eos is 2" in caplog.text

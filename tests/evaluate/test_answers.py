@@ -145,7 +145,7 @@ def test_one_command(root, tmp_path):
     own = {"limit": 2, "max_new_tokens": 4, "bootstrap": 50, "workdir": tmp_path / "out"}
     own |= {"data_root": root, "tasks": ("superglue_rte", "superglue_multirc"), "model": model}
     done = run_script("evaluate", config="configs/answers.py", **own)
-    assert done.code == 0 and "not asked superglue_boolq, superglue_cb" in done.err, done
+    assert done.code == 0 and "missing superglue_boolq, superglue_cb" in done.err, done
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert "superglue" not in results
     row = results["tasks"]["superglue_multirc"]
@@ -206,7 +206,7 @@ def test_intervals(evaluate):
     "message, changes",
     {
         "did you mean 'superglue_rte'": {"tasks": ("superglue_rtee",)},
-        "task 'gsm8k' has no metric here; those that have: .*_cb": {"tasks": ("gsm8k",)},
+        "task 'gsm8k' has no metric; tasks with metrics: .*_cb": {"tasks": ("gsm8k",)},
         "give names": {"tasks": ()},
         "superglue_dpr: no .*dpr": {"tasks": ("superglue_dpr",)},
         "RTE/test.jsonl.*1: no field 'label'": {"tasks": ("superglue_rte",), "split": "test"},

@@ -198,7 +198,10 @@ def test_bad_input_is_named(tmp_path):
         ([], "exactly one of --config.text=<file> and --config.jsonl=<file> and --config.token_id"),
         ([f"--config.text={lines}", f"--config.jsonl={lines}"], "exactly one of"),
         ([f"--config.token_ids={tmp_path / 'far.npy'}"], "token id 258 is outside the vocabulary"),
-        ([f"--config.token_ids={tmp_path / 'flat.npy'}"], r"shape (2,): [windows, length >= 2]"),
+        (
+            [f"--config.token_ids={tmp_path / 'flat.npy'}"],
+            r"shape (2,); expected [windows, length >= 2]",
+        ),
         ([f"--config.text={__file__}"], "has no tokenizer"),
         ([f"--config.jsonl={lines}"], "lines.jsonl, line 2: no text in field 'text'"),
         ([f"--config.jsonl={lines}", "--config.text_field=body"], "no field 'body'; fields seen"),

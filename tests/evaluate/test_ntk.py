@@ -105,7 +105,7 @@ def test_leaves_whose_gradients_are_others_are_refused(method, name, leaf):
     ffn = ffn_of(model)
     ffn = {**ffn, name: ffn[name] | {leaf: np.zeros((3, 2))}}
     x = jnp.zeros((1, 2, model.config.d_model))
-    with pytest.raises(ValueError, match=f"ffn/{name}/{leaf} is not understood: fold the model"):
+    with pytest.raises(ValueError, match=f"ffn/{name}/{leaf} is not supported: fold the model"):
         ntk.tangent_kernels(model.config, ffn, x, x)
 
 

@@ -99,7 +99,7 @@ def test_foreign_code_tasks_are_refused(stock, model, tmp_path):
     """The harness would run the model's programs in this process, without a sandbox."""
     task_file(tmp_path, "coding", 2, unsafe_code=True)
     config = config_of("harness", model="x", tasks=("few", "coding"), allow_code_execution=True)
-    refused("coding runs programs .* without a sandbox", evaluated, config, model)
+    refused("coding runs generated programs, without a sandbox", evaluated, config, model)
 
 
 # Of the harness, unmarked: sympy's parse_expr, an eval, reads what the model wrote in a box.
@@ -282,7 +282,7 @@ def test_a_missing_sandbox_is_told_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "PROOF", "assert 0, 'a hole'")
     sandbox.failure.cache_clear()
     try:
-        refused("mbpp runs programs .*lock them in.*install bubblewr", check_config, config)
+        refused("mbpp runs generated programs.*install bubblewr", check_config, config)
         config.tasks = ("piqa",)
         check_config(config)
     finally:
