@@ -230,7 +230,7 @@ def test_a_full_disk_stops_with_the_way_out_and_resumes(whole, tmp_path, capsys,
     if full == "checkpoint":
         loop._save, error = save, f"{tmp_path}/checkpoints/8 could not be .*: File too.*points/5"
     else:
-        loop._report, error = report, f"File too large; put that right.*{log}"
+        loop._report, error = report, f"File too large; fix the cause.*{log}"
     refused(error, loop.run, error=(CheckpointError, OSError))
     assert "to resume: " in capsys.readouterr().err
     again = make_loop(tmp_path, checkpoint_every=5).run()

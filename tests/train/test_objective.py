@@ -96,7 +96,7 @@ def test_the_head_is_kept_the_refresh_never_stored_and_what_is_not_read_stays(fi
     assert added == {"task_head/pooler/kernel", "task_head/out/kernel"}
     assert (after.params["head"]["kernel"] == before.params["head"]["kernel"]).all()
     said = (alone / "said.txt").read_text()
-    assert "scores does not read 'head/kernel': they stay as they are" in said
+    assert "scores does not read 'head/kernel': they stay unchanged" in said
     results = json.loads((alone / "results.json").read_text())
     assert results["parameters"] - results["trainable_parameters"] == 16 * 258
 

@@ -128,7 +128,7 @@ def test_a_file_of_another_dtype_than_its_header_said(files, tmp_path, made, cap
     monkeypatch.setattr("ffn_heterogeneity.train.source.load_shapes", lambda *_, **__: wrong)
     training.run(config_for(*files, steps=1), tmp_path / "run")
     assert len(made) == 2
-    assert "planned again: embed/embedding is not as its header said" in capsys.readouterr().err
+    assert "planned again: embed/embedding differs from its header" in capsys.readouterr().err
 
 
 def test_only_weights_tell_where_fusion_goes(files, tmp_path, made, capsys):
