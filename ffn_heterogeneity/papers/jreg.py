@@ -37,7 +37,7 @@ OURS = "JREG (ours)"
 
 
 def displacements(runs: Frame) -> Frame:
-    """Analyses of models, or of a series of checkpoints, apart for each reading of h_L."""
+    """Analyses of models or series of checkpoints, separately for each reading of h_L."""
     rows = c.need(runs, "analysis", "positions", *SHAPE, *EVALUATION)
     trained = rows[rows["shape.layers"].notna()]["run"]
     rows = rows[rows.analysis == "displacement"]
@@ -58,7 +58,7 @@ def displacements(runs: Frame) -> Frame:
 
 
 def two_names(rows: Frame) -> Any:
-    """Names of models; two analyses of one model have two."""
+    """Names of models, made unique if a model has two analyses."""
     runs = rows.drop_duplicates("run")
     several = runs[runs.model.duplicated(keep=False)].model
     names = rows.model + " (" + rows["run"].map(os.path.basename) + ")"
@@ -140,7 +140,7 @@ def pretraining(runs: Frame) -> Frame:
 
 
 def against_baseline(rows: Frame, what: str, index: list[str]) -> Any:
-    """Trainings with JREG against the baseline of the same seed and setup."""
+    """Paired differences of trainings with JREG from the baseline with the same seed and setup."""
     rows = c.last(rows[rows.what == what])
     ours, base = (rows[rows.Method == x] for x in (OURS, "Baseline"))
     free = (WEIGHT, ALPHA, "loss", "alpha", "Method", "curve")
@@ -201,7 +201,7 @@ def curves(runs: Frame, curves: Frame) -> Frame:
 
 
 def claimed(runs: Frame, what: str, sign: int = 1) -> Frame:
-    """JREG against the baseline: the runs of a size, and each loss a part."""
+    """Claim parts of JREG compared with the baseline: runs by size, one part per loss."""
     rows = c.with_answers(named(trainings(runs)), TASKS, MEAN)
     parts = rows[rows.Method == OURS].drop_duplicates(c.CLAIM).set_index(c.CLAIM).index
     return c.judged(against_baseline(rows, what, c.CLAIM).reindex(parts), sign)
@@ -230,7 +230,7 @@ def published(runs: Frame) -> Frame:
 
 
 def within(rows: Frame, low: float, high: float) -> Frame:
-    """The last zeta_L, and whether that of every seed is between these."""
+    """Claim parts: the last zeta_L, and whether it is in the interval for every seed."""
 
     def told(its: Any) -> str:
         holds = HOLDS if its.between(low, high).all() else FAILS
@@ -243,8 +243,7 @@ def within(rows: Frame, low: float, high: float) -> Frame:
 
 
 def rising(runs: Frame, curves: Frame) -> Frame:
-    """The growth of zeta_L from each fifth of training to the next; else from evaluation to
-    evaluation."""
+    """Claim parts: growth of zeta_L between fifths of the training, else between evaluations."""
     rows = over_steps(runs, curves)
     finished = rows["run"].isin(runs["run"]) & (rows.Method == "Baseline")
     rows, made = rows[(rows.what == ZETA) & (rows.series.notna() | finished)], []

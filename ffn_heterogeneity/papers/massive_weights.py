@@ -30,7 +30,7 @@ LABELS_1 = ["Models", "Attack", "place"]
 
 
 def evaluations(runs: Frame) -> Frame:
-    """Models attacked ("zero 5"), or evaluated as they are ("-")."""
+    """Evaluations of attacked ("zero 5") or unattacked models ("-")."""
     names = ("attack", "k", "config.layer", "token", "prepare", *EVALUATION)
     rows = c.evaluated(c.need(runs, *names), "attack")
     attacked = (rows.attack + " " + rows.k.astype(str)).where(rows.k != 0, "-")
@@ -41,8 +41,7 @@ def evaluations(runs: Frame) -> Frame:
 
 
 def tunings(runs: Frame) -> Frame:
-    """Trainings of adapters; settings of MacDrop only where it drops and the curriculum reads
-    them."""
+    """Trainings of adapters; MacDrop's settings only if it drops and its curriculum uses them."""
     own = [f"macdrop.{key}" for key in ("p0", "scope", "curriculum", "a", "epochs")]
     rows = c.need(runs, "prepare", "train_only", *own)
     rows = rows[rows.prepare.astype(bool) & rows.prepare.notna()]
@@ -57,7 +56,7 @@ def tunings(runs: Frame) -> Frame:
 
 
 def untrained(runs: Frame) -> Frame:
-    """Evaluations of models as they are, not of trained ones."""
+    """Evaluations of models without trained adapters."""
     rows = evaluations(runs)
     return rows[~rows.origin.isin(tunings(runs)["run"])]
 
@@ -104,7 +103,7 @@ def analyses(runs: Frame) -> Frame:
 
 
 def answers(rows: Frame, mean: str) -> Frame:
-    """Accuracies and their mean, whichever text the run read besides."""
+    """Accuracies and their mean, regardless of the text that the run also evaluated."""
     return c.accuracies(rows, TASKS, mean).drop(columns="text")
 
 
@@ -153,14 +152,14 @@ def table_5(runs: Frame) -> Frame:
 
 
 def alone(rows: Frame, what: str, index: list[str], how: Any = None) -> Any:
-    """Adapters trained with MacDrop against those without it."""
+    """Paired differences of adapters trained with MacDrop from those without it."""
     rows = rows[rows.what == what]
     base, on = rows[rows[P0].isna()], ["model", "text", "trained.adapter", "attacked", "place"]
     return c.against(rows, base, index, on, (DROP, "method", "limit"), how)
 
 
 def unattacked(rows: Frame, what: str, index: list[str], how: Any = None) -> Any:
-    """Models under every attack against the same models as they are."""
+    """Paired differences of attacked models from the unattacked ones."""
     rows = rows[rows.what == what]
     on = [x for x in ("model", "text", "method", "window") if x in rows]
     free = ("attack", "k", "attacked", "config.layer", "limit", "place")
@@ -251,7 +250,7 @@ def as_printed(runs: Frame) -> Frame:
 
 
 def of_attacks(runs: Frame, attack: str, base: str) -> Frame:
-    """The loss under one attack against that under another, or under none ("-")."""
+    """Claim parts: the loss under one attack compared with another attack, or none ("-")."""
     rows = untrained(runs).query("what == 'nll'")
     rows = rows.assign(part=rows.text, run_on=rows.model + ", " + rows.text)
     rows, on = rows[rows["config.layer"].isna()], ["model", "text", "window"]
@@ -264,7 +263,7 @@ zeroing_three = partial(of_attacks, attack="zero 3", base="-")
 
 
 def of_adapters(runs: Frame, what: str, attack: str, drop: tuple, sign: int) -> Frame:
-    """A training with this MacDrop (scope, curriculum, p0) against the adapter alone."""
+    """Claim parts: training with this MacDrop (scope, curriculum, p0) vs the adapter alone."""
     rows = c.with_answers(adapted(runs), TASKS, MEAN)
     mine = (rows[[SCOPE, CURRICULUM, P0]] == list(drop)).all(axis="columns")
     rows = rows[(rows.attacked == attack) & (rows[P0].isna() | mine)]

@@ -54,7 +54,7 @@ def windows(rows: Frame) -> Any:
 
 
 def method_of(criterion, reverse, compensation, protect, lose, calibration, tokens, ordered) -> str:
-    """Name of a removal: the paper's if it has one, and what it does besides."""
+    """Name of a removal: the paper's if it has one, with further settings."""
     plain = criterion if compensation in (None, "none") else f"{criterion}, {compensation}"
     parts = [METHODS.get(plain, plain)]
     parts += ["reversed"] if reverse else []
@@ -112,7 +112,7 @@ def lowest(rows: Frame, by: list[str]) -> Frame:
 
 
 def vs_standard(rows: Frame, every: Frame, what: str, index: list[str], how: Any = None) -> Any:
-    """These runs against those without NUCL, of the same model and data."""
+    """Paired differences of these runs from those without NUCL, for the same model and data."""
     base = c.last(every[(every.what == what) & (every.alpha == "0")])
     base = base.drop(columns=[x for x in base if x.startswith(NUCL) or x in LOSS])  # weight 0
     rows = c.last(rows[rows.what == what])
@@ -248,7 +248,7 @@ loss_of_mstd = partial(mstd_against_gini, what=NLL)
 
 
 def against_chance(runs: Frame, methods: list[str], sign: int) -> Frame:
-    """Perplexity after these removals against that after random ones of the same size."""
+    """Claim parts: perplexity after these removals vs random ones of the same size."""
     rows = removals(runs).query("what == 'perplexity'")
     place = rows.model + ", " + rows.layers + ", " + rows.removed
     rows = rows.assign(part=rows.method, run_on=place)

@@ -29,11 +29,10 @@ INDEX = ["model", "task", "method", "place"]
 
 
 def classifiers(runs: Frame, whole: bool = False) -> Frame:
-    """Runs on labelled rows: "score" in percent, of the best evaluation, and how far the weights
-    of the layers are from an average.
+    """Runs on labeled rows: the best "score" in percent, and the layer weights' distance from 1/L.
 
     Args:
-      whole: those on all blocks; a run on the first n of n blocks is not one.
+      whole: only runs on all blocks, without those that truncate to the first n of n blocks.
     """
     keys = ("objective", "pooling", "lambda_rate", "final_norm", "prepare", "data.task")
     rows = c.need(runs, *keys, "truncate.blocks", "data.fraction")
@@ -81,7 +80,7 @@ def whole(runs: Frame) -> Frame:
 
 
 def minus(rows: Frame, method: str, base: str, index: list[str], what: str = SCORE) -> Any:
-    """Scores of a pooling ("": of all) against another's, seed by seed."""
+    """Paired differences by seed of a pooling's scores ("": all poolings) from another's."""
     rows = rows[rows.what == what]
     ours = rows[rows.method == method] if method else rows
     return c.against(ours, rows[rows.method == base], index, DATA, POOLED)
@@ -175,7 +174,7 @@ def fractions(runs: Frame) -> Frame:
 
 
 def figure_3(runs: Frame) -> Frame:
-    """Runs of a seed at several shares of the rows: others would move a mean over seeds."""
+    """Runs of seeds with several shares of the rows (others would bias a mean over seeds)."""
     rows = fractions(runs).query("pooling in ['last', 'p32']").drop(columns="place")
     by = rows.groupby(["model", "method", "rate", "seed"], dropna=False)["data.fraction"]
     rows, value = rows[by.transform("nunique") > 1], "Spearman's correlation (%)"
@@ -204,7 +203,7 @@ def on_paper(parts: list[tuple[str, str, Any, str]]) -> Frame:
 
 
 def told(holds: bool) -> str:
-    """Verdict on what is either so or not."""
+    """Verdict of a statement without uncertainty."""
     return HOLDS if holds else FAILS
 
 
@@ -217,7 +216,7 @@ def gains() -> Frame:
 
 
 def claimed(runs: Frame, method: str, base: str) -> Frame:
-    """A pooling against another: each model's runs, each task a part."""
+    """Claim parts of one pooling compared with another: runs by model, one part per task."""
     rows = whole(runs)
     rows = rows.assign(part=rows["data.task"], run_on=rows.model + rows.rate)
     return c.judged(minus(rows, method, base, c.CLAIM))
@@ -279,8 +278,10 @@ def gap_grows(runs: Frame) -> Frame:
 
 
 def regressions(column: str, low: bool) -> Frame:
-    """The line of 5.4 through the gains of LLAMA-2-7B, with and without MNLI; `low`: whether the
-    claim is that p is below .05."""
+    """Regression of section 5.4 on the gains of LLAMA-2-7B, with and without MNLI.
+
+    `low`: whether the claim is that p is below .05.
+    """
     from scipy.stats import linregress
 
     sizes = {row[0]: row[1:] for row in TABLES["table_5"]["rows"]}

@@ -226,7 +226,7 @@ def test_damaged_files_are_named(tmp_path, file, content, words):
 
 def test_what_is_no_run_is_said(tmp_path):
     path = make(tmp_path / "runs" / "a")
-    with pytest.raises(ValueError, match="none is no directory of runs"):
+    with pytest.raises(ValueError, match="none is neither a directory nor an archive of runs"):
         read_runs([str(tmp_path / "none")])
     with pytest.raises(ValueError, match="is a file"):
         write([path], tmp_path / "runs" / "a" / "config.json")
