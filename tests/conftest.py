@@ -168,7 +168,7 @@ def llama_cpp():
 
 @pytest.fixture(scope="session")
 def accelerate():
-    """What lm-evaluation-harness's torch model needs beside torch."""
+    """Packages that lm-evaluation-harness's torch model needs in addition to torch."""
     import accelerate
 
     return accelerate

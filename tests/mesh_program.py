@@ -1,4 +1,4 @@
-"""Run where there are eight devices: meshes beside one device, figures as JSON.
+"""A program for eight devices: meshes compared with one device, results as JSON.
 
 python tests/mesh_program.py meshes | encoders | five | generation | nucl | nll | fsdp
 """
@@ -211,7 +211,7 @@ def moved(compiled) -> list[tuple[str, list[list[int]]]]:
 
 
 def nucl_collectives() -> dict:
-    """What NUCL's value and gradient move, beside the listing under autodiff."""
+    """Bytes moved by NUCL's value and gradient, and by the listing under autodiff."""
     layers, m, n, found = 4, 64, 32, {}
     for shape in MESHES:
         mesh = partition.make_mesh(*shape)

@@ -1,4 +1,4 @@
-"""Slips in Python: a setting that is not there is refused, and the one that was meant is named."""
+"""Mistyped settings in Python: an unknown setting is rejected, and the right one is suggested."""
 
 import dataclasses
 import inspect
@@ -72,7 +72,7 @@ def test_a_removal_without_a_word():
 
 @pytest.mark.parametrize("name", TERMS)
 def test_a_term_refuses_a_slip(name):
-    """And what its group in a config says is what it takes by itself."""
+    """The defaults of its group in a config are its own defaults."""
     known = inspect.signature(TERMS[name]).parameters
     group = config_of("nucl_finetune", EVERYTHING).losses[name].to_dict()
     del group["weight"]

@@ -316,7 +316,7 @@ def test_nothing_leaks_between_packed_conversations(write):
 
 
 def test_the_state_names_the_template(write):
-    """A run cannot go on with its conversations written otherwise."""
+    """A run cannot be resumed if its conversations are written in another format."""
     path = write("talk.jsonl", [talk("a", "b")] * 4)
     tokenizer = byte_tokenizer()
     states = []

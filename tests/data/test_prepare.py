@@ -96,7 +96,7 @@ def test_again_on_a_finished_directory(corpus, characters, tmp_path):
     before = tokenizer.calls
     assert prepare(corpus, tokenizer, tmp_path, name="other", settings=settings()) == manifest
     assert tokenizer.calls - before < 40  # looked at, nothing tokenised
-    # A damaged shard and a missing one are made anew, and those alone.
+    # Only the damaged shard and the missing one are made again.
     names = [f"{entry['name']}.tokens" for entry in manifest["shards"]]
     (tmp_path / names[1]).write_bytes(b"\0" * len(first[names[1]]))
     (tmp_path / names[3].replace("tokens", "documents")).unlink()

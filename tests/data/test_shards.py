@@ -216,7 +216,7 @@ def flipped(content):
     return content[:3] + bytes([content[3] ^ 1]) + content[4:]
 
 
-# File of the second shard, what becomes of its bytes, and what is said.
+# File of the second shard, the damage to its bytes, and the error message.
 DAMAGES = {
     "truncated": ("tokens", lambda x: x[:-2], r"8 bytes, .* says 10 \(truncated\); run .*prepare"),
     "emptied": ("tokens", lambda x: b"", "empty; run .*_data.py with the same settings again"),

@@ -168,7 +168,7 @@ def test_going_on_asks_only_what_is_missing(evaluate, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wic", "cb", "multirc", "record"])
 def test_a_resample_is_the_metric_of_whole_questions(root, name):
-    """The metric itself of the drawn questions' rows, each draw a question of its own."""
+    """The metric of the drawn questions' rows; each draw counts as a separate question."""
     ((task, asked),) = check_config(config_for(root, f"superglue_{name}")).read().items()
     gold, groups = [one.reference for one in asked], collections.defaultdict(list)
     said = np.random.default_rng(3).choice(WORDS.get(name, ("True", "False")), len(gold)).tolist()

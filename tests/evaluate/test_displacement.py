@@ -165,7 +165,7 @@ def test_checkpoints_of_a_run_give_a_curve(tmp_path):
 
 @quickly
 def test_a_stopped_series_goes_on(tmp_path, capsys):
-    """What was done is read again; its checkpoint need not be there any more."""
+    """Finished measurements are read again; their checkpoints may be deleted."""
     np.save(tmp_path / "ids.npy", np.arange(12).reshape(2, 6))
     for step in (3, 20):
         save_tiny(tmp_path / "run" / f"step_{step}", LLAMA, random_params(LLAMA, seed=step))

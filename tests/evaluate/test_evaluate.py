@@ -24,7 +24,7 @@ GEMMA2 = tiny_of("gemma2", layers=4)
 
 
 def windows(bos, window, count):
-    """The protocol written anew: ids of bytes; `window` predictions in each row."""
+    """The protocol, written again for this test: ids of bytes; `window` predictions in each row."""
     ids = tiny_models.byte_tokenizer().encode(TEXT, add_special_tokens=False)
     assert len(ids) == len(TEXT.encode())
     rows = []

@@ -156,7 +156,7 @@ def test_the_analysis(reader, tmp_path):
     for name in ("output_error", "block_error"):  # the same function before any training
         assert errors["merged"][name] == pytest.approx(errors["fusion"][name], rel=1e-4)
     assert errors["merged"]["ntk_error"] != pytest.approx(errors["fusion"]["ntk_error"], rel=1e-2)
-    # What the block that says nothing lacks: the outputs themselves, but for the bias.
+    # The error of the block with zero output is the outputs themselves, except for the bias.
     model = load_model(reader["model"])
     texts = [("a film of charm",), ("tedious",), ("no wit, no heart",), ("warm and wise",)]
     ids, types, _ = encode_texts(model.tokenizer, texts, Form(True, 1, 64))

@@ -158,7 +158,7 @@ def test_no_grader_that_nobody_read_sees_what_a_model_wrote(
 
 
 def test_graders_that_were_read_grade(stock, model, tmp_path, monkeypatch, lm_eval):
-    """GSM8K has no code of its own; MATH's was read, and is known by its digest."""
+    """GSM8K has no grading code; MATH's was reviewed, and is recognised by its digest."""
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
     answers = ["#### 2", "is $2$"]
@@ -178,7 +178,7 @@ def test_read_graders_are_those_of_the_harness_here(lm_eval):
     files = {hashlib.sha256(path.read_bytes()).hexdigest(): path.read_text() for path in paths}
     for digest in graders.READ.values():
         assert not re.search(r"lm_eval\.tasks|sympy|subprocess|\b(eval|exec|open)\(", files[digest])
-    # A task that is a class of its own may do anything.
+    # A task with its own class may run any code.
     assert re.match("is graded by .*task_tools.py", graders.running(OwnTask()))
 
 

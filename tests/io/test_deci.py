@@ -1,4 +1,4 @@
-"""NVIDIA's `block_configs`: written as its readers read it, read back, refused where it lies."""
+"""NVIDIA's `block_configs`: written for its readers, read back, rejected if it is inconsistent."""
 
 import dataclasses
 import json

@@ -28,7 +28,7 @@ NAMES = [
 
 
 def listed(what: str) -> bool:
-    """Whether the page has the name, by itself or behind the reading or the loss it is of."""
+    """Whether the page has the name, alone or after the name of its measurement or loss."""
     what = what.removesuffix("/median")
     return any(name.fullmatch(part) for name in NAMES for part in (what, what.rpartition("/")[2]))
 

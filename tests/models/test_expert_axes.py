@@ -154,7 +154,7 @@ def test_every_expert_loses_neurons_of_its_own_at_random(plan):
 
 
 def test_codes_and_factors_do_not_hide_the_experts():
-    """NF4's codes and low-rank factors have ranks of their own: E is the config's."""
+    """NF4's codes and low-rank factors have other ranks: E is read from the config."""
     config, tree = sparse(WIDE, experts=3), tree_of(sparse(WIDE, experts=3))
     for layer in tree["layers"]:
         kernel = layer["ffn"]["up"].pop("kernel")

@@ -1,4 +1,4 @@
-"""GPT-2: rows padded on the left and generation against torch, its files, what is refused."""
+"""GPT-2: rows padded on the left and generation against torch, its files, rejected configs."""
 
 import jax
 import numpy as np
@@ -51,7 +51,7 @@ def test_padded_rows_and_greedy_tokens_are_torchs_up_to_the_last_position(torch,
 
 
 def test_files_without_the_prefix_and_with_the_buffers_of_old_ones_are_read(tmp_path, capfd):
-    """Files as GPT2Model and the hub have them; a head beside the tied embedding is a copy."""
+    """Files of GPT2Model and of the hub; a head in addition to the tied embedding is a copy."""
     save_pretrained(TINY, PARAMS, tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     before = load_file(path)

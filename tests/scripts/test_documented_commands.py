@@ -54,9 +54,9 @@ SMALL = [
 ELSEWHERE = {
     r"paper=removals\.py": "its two files stand on the page (tests/report/test_papers.py)",
     r"^hf |push=": "an account on the hub (tests/io/test_card.py)",
-    r"^git ": "the clone that this test stands for",
+    r"^git ": "the clone that this test replaces",
     r"^make": "this is make's own work",
-    r"^pip install": "an environment of its own (tests/launch/test_console.py builds the wheel)",
+    r"^pip install": "a separate environment (tests/launch/test_console.py builds the wheel)",
     r"^source |^export ": "settings of a shell",
     r"^\.\.\. ": "a variation in words",
     r"^scripts/launch/": "printed word for word (test_launch.py)",

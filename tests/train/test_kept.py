@@ -182,7 +182,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(flags, tmp_path
     parts = int(found[1])
     assert parts * int(found[2]) == 16 and needs[parts] <= room
     assert all(size > room for n, size in needs.items() if n < parts)
-    assert not (tmp_path / "run").exists(), "the mended command may have the directory"
+    assert not (tmp_path / "run").exists(), "the corrected command can use the directory"
     monkeypatch.setattr(fit, "memory_of", lambda devices: 1)
     said = run_script("train", *flags, f"--workdir={tmp_path / 'run'}").error
     assert "training needs 0.00 of 0.00 GiB of memory (0.00 GiB trainable parameters" in said

@@ -179,7 +179,7 @@ def test_lambda_learns_at_its_own_rate(files, tmp_path):
 
 
 def test_a_rate_of_its_own_is_part_of_the_program(files):
-    """It is compiled in as a factor of the run's rate, which by itself is free."""
+    """It is compiled in as a factor of the run's rate; the rate itself is an argument."""
     keys = {}
     for own in (None, 0.0, 1e-2):
         for rate in (1e-5, 1e-4):

@@ -327,7 +327,7 @@ def test_data_that_ends_early_is_an_error_and_saved(tmp_path):
 
 
 def test_the_best_checkpoint_is_kept(tmp_path):
-    """The rate makes the loss rise after step 4: that step stays, beside the last."""
+    """The learning rate makes the loss rise after step 4: that step and the last are kept."""
 
     def hyper(step):
         rate = 0.05 if step < 4 else -0.05

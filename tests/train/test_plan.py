@@ -121,7 +121,7 @@ def test_a_run_is_planned_once(files, tmp_path, made, parts, dtype, capsys):
 
 
 def test_a_file_of_another_dtype_than_its_header_said(files, tmp_path, made, capsys, monkeypatch):
-    """The way out of a slip of ours: the run goes on with what was read, and says so."""
+    """If a file's dtypes differ from its header, the run is planned again, and reports it."""
     shapes, _ = load_shapes(files[0])
     wrong = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes.params)
     wrong = dataclasses.replace(shapes, params=wrong), ""
