@@ -92,7 +92,7 @@ def test_every_row_of_table_4_on_a_tiny_model(files, tmp_path):
     before = window_nll._cache_size()
     done = run_script("sweep", *table_flags(files, "criteria", tmp_path))
     assert done.code == 0, done.err
-    assert window_nll._cache_size() - before <= 2, "one program for the dense model, one for the smaller"
+    assert window_nll._cache_size() - before <= 2, "one program for each of two model shapes"
     found = results_in(tmp_path)
     rows = {row: one["perplexity"] for row, one in found.items()}
     assert len(rows) == 12 and all(np.isfinite(list(rows.values())))
