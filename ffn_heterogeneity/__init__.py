@@ -1,4 +1,4 @@
-"""Train, reshape and understand the feed-forward layers of language models, in JAX.
+"""Train, compress and analyze the feed-forward layers of language models in JAX.
 
     import ffn_heterogeneity as fh
 
@@ -30,7 +30,7 @@ _FACE += ("curves", "ffn")
 _ROOMS = ("adapters", "bench", "data", "evaluate", "io", "losses", "models", "parallel", "probes")
 _ROOMS += ("report", "surgery", "train")
 __all__ = ["__version__", *_FACE, *_ROOMS]
-# {what does it here: the names that it has elsewhere, or that newcomers try}.
+# {our way: names of it in other libraries, or names that newcomers try}.
 _NAMES = {"fh.load_model": "load Model from_pretrained", 'fh.surgery.SURGERIES["nf4"]': "quantize"}
 _NAMES |= {"fh.load_model, then fh.generate": "pipeline", "not needed": "to cuda cpu device eval"}
 _NAMES |= {"fh.load_model(..., dtype=...)": "half float", "fh.io.load.load_config": "AutoConfig"}
@@ -48,9 +48,9 @@ _NAMES |= {'fh.surgery.SURGERIES["dora"]': "dora", "fh.models.families.PRESETS":
 _NAMES |= {"fh.hidden_states": "embed encode", 'fh.analyze(model, "massive")': "massive_weights"}
 _NAMES |= {"fh.models.leaves.count_parameters": "num_parameters print_trainable_parameters"}
 GUESSES = {name: way for way, names in _NAMES.items() for name in names.split()}
-# What a model has as a method elsewhere. (`fh.train` and `fh.evaluate` are packages.)
+# Methods of models in other libraries. (`fh.train` and `fh.evaluate` are packages.)
 METHODS = {name: f"fh.{name}" for name in _FACE} | {"train": "fh.fit", "evaluate": "fh.perplexity"}
-# {function: {argument elsewhere: what to do instead}}. (Surgeries list their own settings.)
+# {function: {argument in other libraries: our way}}. (Surgeries list their settings.)
 _GENERATE = {"max_length": "give max_new_tokens, which does not count the prompt"}
 _GENERATE |= {"num_return_sequences": "repeat the prompt", "input_ids": "give texts (decode ids)"}
 _GENERATE |= {"stop_strings": "give stop", "eos_token_id": "give eos, a tuple of ids"}
@@ -76,7 +76,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _named(function: Any, ways: dict[str, str]) -> Any:
-    """The function, whose TypeError for an argument of another library says what to do instead."""
+    """Wrap a function: its TypeError for an argument of another library names our way."""
 
     @functools.wraps(function)
     def call(*values: Any, **named: Any) -> Any:
@@ -85,7 +85,7 @@ def _named(function: Any, ways: dict[str, str]) -> Any:
             raise TypeError(f"{got}; {ways[name]}")
         return function(*values, **named)
 
-    call.__module__ = __name__  # where pickle and help find it
+    call.__module__ = __name__  # so that pickle and help find it
     return call
 
 

@@ -1,4 +1,4 @@
-"""The public face in Python: functions of `import ffn_heterogeneity as fh`."""
+"""The public Python API: functions of `import ffn_heterogeneity as fh`."""
 
 import contextlib
 import os
@@ -30,21 +30,21 @@ from ffn_heterogeneity.models.stack import slots
 from ffn_heterogeneity.report.frame import curves as curves
 from ffn_heterogeneity.report.frame import results as results
 
-# A model, and the report of what made it.
+# A model, and the report of the function that made it.
 Made = tuple[Model, dict[str, Any]]
 
 
 def save_model(
     model: Model, directory: str | os.PathLike, *, structure: str = "keep", **options: Any
 ) -> epath.Path:
-    """Writes a directory that `load_model`, and `transformers`, read; or a .gguf file.
+    """Save a model as a directory that `load_model` and `transformers` load, or as a .gguf file.
 
     Args:
-      directory: a name that ends in .gguf is a file's, with structure folded away.
-      structure: "keep": masks, adapters, P and task heads come back with `load_model` (any other
-        tool reads the folded weights); "fold": plain weights alone.
-      options: of `io.hf.export.save_pretrained`: export, dtype, overwrite ...; of
-        `io.gguf.export.save_gguf`: type, overwrite.
+      directory: path; a name that ends with .gguf means a file, with folded structure.
+      structure: "keep": `load_model` restores masks, adapters, P and task heads (other tools read
+        the folded weights); "fold": only plain weights.
+      options: those of `io.hf.export.save_pretrained`: export, dtype, overwrite ...; for a .gguf
+        file those of `io.gguf.export.save_gguf`: type, overwrite.
 
     Raises:
       CheckpointError: as `save_pretrained`.
@@ -60,7 +60,7 @@ def save_model(
 def push(model: Model | str | os.PathLike, repository: str, *, private: bool = True) -> str:
     """Upload a model, or a model directory, to the Hugging Face hub; return its address there.
 
-    The repository is made where it is missing. The token is that of `hf auth login`.
+    The repository is created if missing. The token is that of `hf auth login`.
 
     Args:
       model: a model is saved first, in a temporary directory, with its structure.
@@ -87,21 +87,22 @@ def generate(
     batch_size: int = 8,
     **sampling: Any,
 ) -> str | list[str]:
-    """The model's continuation of a prompt, or of each of several.
+    """Generate the continuation of a prompt, or of each of several.
 
-    It stops at the ids of generation_config.json (else config.json), and draws with that file's
-    temperature and top_p where it has do_sample; `temperature=0` is greedy, as is any other model.
+    It stops at the ids of generation_config.json (else config.json). If that file has do_sample, it
+    samples with the file's temperature and top_p; otherwise, and with `temperature=0`, it is
+    greedy.
 
     Args:
-      chat: each prompt is what a user says; the answer follows in the tokenizer's template, and
-        stops where the template ends a turn.
-      do_sample: as in transformers. False: greedy, whatever the temperature; True: temperature 1
-        where none is given; None: the temperature decides.
-      sampling: of `models.generate.Sampling`: temperature, top_p, seed, stop ...
+      chat: each prompt is a user's message; the answer is generated in the tokenizer's chat
+        template, and stops at the template's end of a turn.
+      do_sample: as in transformers. False: greedy, at any temperature; True: temperature 1 by
+        default; None: the temperature decides.
+      sampling: settings of `models.generate.Sampling`: temperature, top_p, seed, stop ...
 
     Raises:
-      TypeError: prompts that are no texts, such as ids or chat messages.
-      ValueError: a model without a tokenizer, a prompt too long for it, or a bad setting.
+      TypeError: prompts that are not texts, such as ids or chat messages.
+      ValueError: a model without a tokenizer, a prompt too long for it, or an invalid setting.
     """
     model, texts = one_model(model), [prompts] if isinstance(prompts, str) else list(prompts)
     if wrong := [type(text).__name__ for text in texts if not isinstance(text, str)]:
@@ -112,7 +113,7 @@ def generate(
     if do_sample is not None:
         sampling["temperature"] = sampling.get("temperature", 1.0) if do_sample else 0.0
     if chat:
-        with contextlib.suppress(DataError):  # of a template that writes no answer
+        with contextlib.suppress(DataError):  # a template that renders no answer
             ends = [end_of_turn(Encoder(model.tokenizer, "auto"))]
             sampling["eos"] = (*sampling.get("eos", ()), *(end for end in ends if end is not None))
     generator = Generator(model.config, model.params, model.tokenizer, batch_size=batch_size)
@@ -132,16 +133,16 @@ def perplexity(
     bos: str | None = None,
     batch_size: int = 4,
 ) -> float:
-    """exp of the mean NLL of a text, cut into windows that do not overlap.
+    """Perplexity of a text: exp of the mean NLL, over non-overlapping windows.
 
     Args:
-      text: several texts are joined to one, with an empty line between them.
-      path: of a UTF-8 file, whose text is measured instead.
-      bos: see `data.windows.text_windows`; None: "segment" where the tokenizer has one.
+      text: several texts are joined with empty lines.
+      path: a UTF-8 file that is used instead of `text`.
+      bos: see `data.windows.text_windows`; None: "segment" if the tokenizer has a bos.
 
     Raises:
-      ValueError: a model without a tokenizer, a text shorter than one window or a path in its
-        place, a bad setting.
+      ValueError: a model without a tokenizer, a text shorter than one window, a path instead of a
+        text, or an invalid setting.
     """
     model = one_model(model)
     if bool(path) == bool(text):
@@ -154,14 +155,14 @@ def perplexity(
     return measured.perplexity(model.config, model.params, rows, **options)["perplexity"]
 
 
-# ---- verbs: a model to a model and a report
+# ---- surgeries: from a model to a new model and a report
 
 
 def prune(model: Model, criterion: str = "entropy", ratio: float = 0.25, **settings: Any) -> Made:
-    """(the model without a share of its FFN neurons, a report).
+    """Remove a share of the FFN neurons; return (the new model, a report).
 
     Args:
-      criterion, ratio, settings: of `surgery.reduce.Removal`, as in configs/prune.py: layers,
+      criterion, ratio, settings: those of `surgery.reduce.Removal`, as in configs/prune.py: layers,
         calibration, compensation, seed ...
 
     Raises:
@@ -171,10 +172,11 @@ def prune(model: Model, criterion: str = "entropy", ratio: float = 0.25, **setti
 
 
 def fuse(model: Model, method: str = "fusion", ratio: float = 0.25, **settings: Any) -> Made:
-    """(the model with fewer, clustered neurons, a report).
+    """Cluster the FFN neurons to fewer ones; return (the new model, a report).
 
     Args:
-      method, ratio, settings: of `surgery.fuse.Fusion`, as in configs/fuse.py: layers, n_init ...
+      method, ratio, settings: those of `surgery.fuse.Fusion`, as in configs/fuse.py: layers, n_init
+        ...
 
     Raises:
       ValueError: as the surgery.
@@ -183,10 +185,10 @@ def fuse(model: Model, method: str = "fusion", ratio: float = 0.25, **settings: 
 
 
 def attack(model: Model, k: int = 5, **settings: Any) -> Made:
-    """(the model with its k massive weights zeroed, or alone retained; where they are).
+    """Zero the k massive weights, or all others; return (the new model, a report of their place).
 
     Args:
-      k, settings: of `surgery.attack.Attack`: attack ("zero", "retain"), layer, token.
+      k, settings: those of `surgery.attack.Attack`: attack ("zero", "retain"), layer, token.
 
     Raises:
       ValueError: as the surgery.
@@ -195,11 +197,11 @@ def attack(model: Model, k: int = 5, **settings: Any) -> Made:
 
 
 def lora(model: Model, rank: int = 16, *, seed: int = 0, **settings: Any) -> Made:
-    """(the model with low-rank adapters, a report): its outputs are still the same.
+    """Add LoRA adapters; return (the new model, with unchanged outputs, a report).
 
     Args:
-      rank, settings: of `surgery.adapt.Lora`: alpha, targets, dropout.
-      seed: of A; B is 0.
+      rank, settings: those of `surgery.adapt.Lora`: alpha, targets, dropout.
+      seed: seed of A; B is 0.
 
     Raises:
       ValueError: as the surgery.
@@ -208,33 +210,35 @@ def lora(model: Model, rank: int = 16, *, seed: int = 0, **settings: Any) -> Mad
 
 
 def ffn(model: Model, layer: int) -> dict[str, Any]:
-    """One layer's feed-forward leaves by name: {"up": {"kernel": [d, m]}, "down": {"kernel": [m,
-    d]}}, a gated one's "gate", biases, adapters' leaves and factors of neurons.
+    """Return one layer's feed-forward leaves by name.
+
+    {"up": {"kernel": [d, m]}, "down": {"kernel": [m, d]}}, and "gate" of a gated FFN, biases,
+    adapters' leaves and neuron factors.
 
     Args:
-      layer: from 0.
+      layer: counted from 0.
 
     Raises:
-      ValueError: there is no such layer.
+      ValueError: no such layer.
     """
     params, count = one_model(model).params, model.config.n_layers
     if layer not in range(count):
         raise ValueError(f"layer={layer!r}: the model has layers 0 to {count - 1}")
-    slot = next(slot for slot in slots(params) if layer in slot.layers)  # no other layer is cut out
+    slot = next(slot for slot in slots(params) if layer in slot.layers)  # slices only this layer
     place, leaves = slot.layers.index(layer), slot.tree["ffn"]
     return jax.tree.map(lambda leaf: leaf[place], leaves) if slot.stacked else leaves
 
 
 def fold(model: Model) -> Made:
-    """(the model with masks, adapters and factors multiplied into plain kernels, a report)."""
+    """Fold masks, adapters and factors into plain kernels; return (the new model, a report)."""
     return _operate("fold", model, {})
 
 
 def fit(config: str, workdir: str | os.PathLike, **overrides: Any) -> Made:
-    """(the model that a training leaves, its results): `ffnh train` inside this process.
+    """Train like `ffnh train` in this process; return (the trained model, the results).
 
     Args:
-      config: "nucl_finetune:smollm2,text", or a file of yours.
+      config: a name such as "nucl_finetune:smollm2,text", or your config file.
       overrides: the config's keys; "__" means a dot: data__path="train.txt".
 
     Raises:
@@ -248,19 +252,19 @@ def fit(config: str, workdir: str | os.PathLike, **overrides: Any) -> Made:
 def analyze(
     model: Model, analysis: str = "", workdir: str | os.PathLike | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """The numbers that `ffnh analyze` finds in a model.
+    """Analyze a model like `ffnh analyze`; return the numbers.
 
     Args:
-      analysis: of configs/analyze.py: "connectivity", "massive", "displacement", "lesions", "ntk";
-        "": "displacement" where a text is given, else "connectivity".
-      workdir: keeps results.json and figures; None: nothing is kept.
-      settings: the config's keys; "__" means a dot. `text` is a file, or the text itself
-        (anything with a space that is no file).
+      analysis: an analysis of configs/analyze.py: "connectivity", "massive", "displacement",
+        "lesions", "ntk"; "": "displacement" if a text is given, else "connectivity".
+      workdir: directory for results.json and figures; None: they are not saved.
+      settings: the config's keys; "__" means a dot. `text` is a file, or the text itself (if it
+        contains a space and is not a file).
 
     Raises:
-      ValueError: no such analysis or key, or a setting that cannot be.
+      ValueError: no such analysis or key, or an invalid setting.
     """
-    # Here: loading and generating do without the command line.
+    # Imported here: loading and generating do not need the command line.
     from ffn_heterogeneity.evaluate import run as evaluation
     from ffn_heterogeneity.launch import cli
 
@@ -275,7 +279,7 @@ def analyze(
         cli.set_keys(config, {"model": model.source, **named}, "analyze", analysis)
         where.mkdir(parents=True, exist_ok=True)
         dtype = config.get("compute_dtype", "float32")
-        with contextlib.redirect_stdout(sys.stderr), products(dtype):  # what it finds is returned
+        with contextlib.redirect_stdout(sys.stderr), products(dtype):  # results are returned
             return evaluation.run(config, where, lambda *_, **__: model)
 
 
@@ -291,22 +295,22 @@ def _operate(name: str, model: Model, settings: Mapping[str, Any], key: Any = No
 def run(
     command: str, config: str, workdir: str | os.PathLike, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`ffnh <command> --config=<config> --workdir=<workdir>` inside this process.
+    """Run `ffnh <command> --config=<config> --workdir=<workdir>` in this process.
 
-    A notebook's kernel that holds a TPU is the only process that may use it.
+    (Only one process may use a TPU, for example a notebook's kernel.)
 
     Args:
-      command: of `launch.commands.COMMANDS`: "train", "evaluate" (analyses too), "surgery".
-      config: "nucl_finetune:smollm2,text", or a file of yours.
+      command: a name of `launch.commands.COMMANDS`: "train", "evaluate" (analyses too), "surgery".
+      config: a name such as "nucl_finetune:smollm2,text", or your config file.
       settings: dotted config keys and their values.
 
     Returns:
-      What `<workdir>/results.json` holds.
+      The content of `<workdir>/results.json`.
 
     Raises:
-      ValueError: an unknown command, config or key, or a setting that cannot be.
+      ValueError: an unknown command, config or key, or an invalid setting.
     """
-    # Here: loading and generating do without what trains.
+    # Imported here: loading and generating do not need the trainer.
     from ffn_heterogeneity.io.workdir import working_in
     from ffn_heterogeneity.launch import cli, commands, configs, experiment
 

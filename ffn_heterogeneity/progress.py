@@ -6,11 +6,12 @@ from typing import Any
 
 
 def bar(label: str | None, items: Iterable | None = None, **more: Any) -> Any:
-    """A bar of `tqdm` over `items`, or one that is updated; none without a label. Where stderr is
-    no terminal, a line every half a minute, from then on.
+    """A `tqdm` bar over `items`, or one to be updated; no bar without a label.
+
+    If stderr is not a terminal, it prints a line every 30 seconds, starting after 30 seconds.
 
     Args:
-      more: as `tqdm` has them: total, initial, unit.
+      more: arguments of `tqdm`: total, initial, unit.
     """
     from tqdm import tqdm
 
@@ -20,7 +21,7 @@ def bar(label: str | None, items: Iterable | None = None, **more: Any) -> Any:
 
 
 class _Lines:
-    """stderr, with a line for each state of a bar."""
+    """stderr wrapper that prints each state of a bar on a line."""
 
     def write(self, text: str) -> None:
         if said := text.strip():
@@ -31,7 +32,7 @@ class _Lines:
 
 
 def say_above(line: str) -> None:
-    """A line on stderr, above a bar where there is one."""
+    """Print a line on stderr, above the bar if there is one."""
     from tqdm import tqdm
 
     tqdm.write(line, file=sys.stderr)

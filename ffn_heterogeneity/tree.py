@@ -1,11 +1,11 @@
-"""The parameter tree: what a leaf declares (its axes by name), and the paths of leaves.
+"""The parameter tree: declarations of leaves (with named axes), and paths of leaves.
 
-Each leaf is declared once. The model's own leaves name the dimensions that their axes run over:
-"d_model", "neurons" (of a feed-forward block), "queries" and "keys" (heads times their width),
-"head" (one head's width), "vocab", "expert", "route" (columns of a router), "positions", "types",
-"pooled". An adapter's leaves name roles in the `Linear` that holds them: "in" and "out", the
-dimensions of its kernel; "half" and "block", groups of inputs; "picked", some of the
-outputs; any other name ("rank", "one") is an axis of the adapter's own.
+Each leaf is declared once. The axes of the model's leaves are named by dimension: "d_model",
+"neurons" (of a feed-forward block), "queries" and "keys" (heads times their width), "head" (one
+head's width), "vocab", "expert", "route" (columns of a router), "positions", "types", "pooled". The
+axes of an adapter's leaves are named by role in their `Linear`: "in" and "out" are the dimensions
+of its kernel, "half" and "block" groups of inputs, "picked" some of the outputs; any other name
+("rank", "one") is an axis of the adapter alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 
 
 class LeafError(ValueError):
-    """A leaf that nothing declares, or of axes that an operation does not handle; it is named."""
+    """An undeclared leaf, or one with axes that an operation does not support; names the leaf."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,18 +26,18 @@ class Leaf:
     """The declaration of one leaf.
 
     Attributes:
-      axes: the names of its axes, in order; of a stacked leaf "layer" comes first.
-      init: a fresh model's values: None is N(0, 0.02^2), a number that number everywhere.
+      axes: the names of its axes, in order; a stacked leaf has "layer" first.
+      init: initial values: None is N(0, 0.02^2), a number is a constant.
       trains: False: it is data, which never trains and is never cast.
       decays: whether weight decay applies (to kernels and tables; not to biases and norms).
-      cut: False: whole on every device of a mesh.
-      sums: dimensions that its VALUES sum over, so that they change when one of those is cut short.
-      numbers: the dimension whose places its values are.
-      dtype: of data that are no real numbers.
-      optional: a surgery puts it there: no file and no fresh model has it.
+      cut: False: replicated on every device of a mesh.
+      sums: dimensions that its VALUES sum over, so that removing part of one changes the values.
+      numbers: the dimension of which its values are indices.
+      dtype: dtype of data that are not real numbers.
+      optional: added by a surgery; absent in files of other libraries and new models.
       broadcasts: it may lack leading axes; its axes are then the last ones.
       holds: number of parameters in one element.
-      reads: of its parameters, the share that a token is multiplied by (an expert's: top_k / E).
+      reads: share of its parameters that a token is multiplied by (for experts: top_k / E).
     """
 
     axes: tuple[str, ...]
@@ -54,13 +54,13 @@ class Leaf:
     reads: float = 0.0
 
     def of(self, **changes: Any) -> Leaf:
-        """The same leaf but for these fields."""
+        """Return the leaf with these fields changed."""
         return dataclasses.replace(self, **changes)
 
     def beside(self, kernel: Leaf) -> Leaf:
-        """This leaf of an adapter on the `Linear` with that kernel: its roles as dimensions.
+        """Return this adapter's leaf with the dimensions of a kernel instead of roles.
 
-        The kernel's leading axes (of experts) are its own too.
+        It also gets the kernel's leading axes (of experts).
         """
         *lead, fan_in, fan_out = kernel.axes
         roles = {"in": fan_in, "out": fan_out, "half": f"{fan_in}/half"}
@@ -77,31 +77,33 @@ class Leaf:
         )
 
     def axis(self, dimension: str) -> int | None:
-        """The axis that runs over the dimension, counted from the right; None: none does."""
+        """The axis of the dimension, counted from the right; None if there is none."""
         return self.axes.index(dimension) - len(self.axes) if dimension in self.axes else None
 
     def depends_on(self, dimension: str) -> bool:
-        """True if its values change their meaning when part of the dimension is removed: sums over
-        it, numbers of its places, axes over several of them together."""
+        """True if removing part of the dimension would change the meaning of the leaf's values.
+
+        That is: sums over it, indices of it, or axes over groups of it.
+        """
         apart = any(axis.startswith(f"{dimension}/") for axis in self.axes)
         return apart or dimension in self.sums or self.numbers == dimension
 
 
 def weights(*axes: str, **more: Any) -> Leaf:
-    """A kernel's declaration, or a factor's: it decays, and every token is multiplied by it."""
+    """Declaration of a kernel or a factor: it decays, and every token is multiplied by it."""
     return Leaf(axes, **{"decays": True, "reads": 1.0} | more)
 
 
 def data(*axes: str, **more: Any) -> Leaf:
-    """The declaration of data, which no file of another library has."""
+    """Declaration of data, which files of other libraries do not have."""
     return Leaf(axes, **{"trains": False, "optional": True, "holds": 0} | more)
 
 
 # ---- paths
 
-# Further roots of a tree, which a surgery puts there and a loss reads (a teacher): frozen,
-# sealed in checkpoints with the frozen leaves, never exported. No walk over layers and no pattern
-# of a config sees them.
+# Further roots of a tree that a surgery adds and a loss reads (a teacher): frozen, saved in
+# checkpoints with the frozen leaves, never exported. Iterations over layers and config patterns
+# ignore them.
 TEACHER = "teacher"
 AUXILIARY = (TEACHER,)
 
@@ -112,7 +114,7 @@ def is_auxiliary(path: str) -> bool:
 
 
 def is_abstract(tree: Any) -> bool:
-    """True of a tree of shapes alone, as a surgery sees it under `jax.eval_shape`."""
+    """True for a tree of shapes, as in a surgery under `jax.eval_shape`."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
@@ -151,7 +153,7 @@ def _lists(node: Any) -> Any:
 
 
 def subtree(tree: Any, path: str) -> Any:
-    """The node at "a/b/c" of nested dicts; the tree itself at ""; None: nothing is there."""
+    """The node at "a/b/c" of nested dicts; the tree itself at ""; None if there is none."""
     for name in path.split("/") if path else ():
         if name not in tree:
             return None
@@ -160,13 +162,13 @@ def subtree(tree: Any, path: str) -> Any:
 
 
 def replaced(tree: dict, path: str, value: Any) -> dict:
-    """The tree with `value` at that path; dicts on the way are new, the tree given is untouched."""
+    """Return the tree with `value` at that path; the input is unchanged (dicts are copied)."""
     name, _, rest = path.partition("/")
     return {**tree, name: replaced(tree[name], rest, value) if rest else value}
 
 
 def nodes(tree: dict, wanted: Callable[[dict], bool], path: str = "") -> Iterator[tuple[str, dict]]:
-    """(path, node) of the outermost dicts of nested dicts that are wanted; they are the tree's."""
+    """Iterate over (path, node) of the outermost dicts for which `wanted` is true."""
     if wanted(tree):
         yield path, tree
         return

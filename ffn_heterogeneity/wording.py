@@ -1,7 +1,6 @@
-"""Wording that errors share: choices, intervals of numbers, the nearest name, the place, one line;
-and tables as text.
+"""Checks with common error messages: choices, intervals, nearest names; and text tables.
 
-Settings that come as a mapping become a frozen dataclass here, so that a slip is an error.
+It also converts mappings of settings to frozen dataclasses, so that a typo is an error.
 """
 
 import contextlib
@@ -17,24 +16,24 @@ from typing import Any, TypeVar
 Kind = TypeVar("Kind")
 _TYPES = {"str": str, "bool": bool, "int": Integral, "float": Real, "None": type(None)}
 
-# Share of letters in common (difflib's ratio) from which on a name may be the one that was meant.
+# Minimum similarity (difflib's ratio) of a suggested name.
 LIKE = 0.6
 
 
 def check_choice(
     name: str, value: Any, choices: Collection[Any], error: type[Exception] = ValueError
 ) -> None:
-    """Raises `error`, which names the value and what it may be, where it is none of `choices`."""
+    """Raise `error`, which names the value and the choices, if it is none of `choices`."""
     if value not in choices:
         raise error(f"{name}={value!r:.80}: choose one of {tuple(choices)}")
 
 
 def check_number(name: str, value: Any, allowed: str, error: type[Exception] = ValueError) -> None:
-    """Raises `error` where a value is no number of an interval: "[0, 1)", "[1, inf)"; NaN never is.
+    """Raise `error` if a value is not a number in an interval; NaN never is.
 
     Args:
-      allowed: a bracket is of an end that belongs to it, a parenthesis of one that does not; what
-        follows is for the message alone: "[0, inf), 0 for all".
+      allowed: interval notation, e.g. "[0, 1)"; further text appears only in the message:
+        "[0, inf), 0 for all".
     """
     left, low, high, right = re.match(r"([\[(])(\S+), (\S+)([\])])", allowed).groups()
     value = value.item() if getattr(value, "ndim", 1) == 0 else value  # of numpy, of jax
@@ -46,16 +45,16 @@ def check_number(name: str, value: Any, allowed: str, error: type[Exception] = V
 
 
 def check_numbers(settings: Any, error: type[Exception] = ValueError, **allowed: str) -> None:
-    """`check_number` of the attributes that are named."""
+    """Call `check_number` for the named attributes."""
     for name, interval in allowed.items():
         check_number(name, getattr(settings, name), interval, error)
 
 
 def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> str:
-    """The message for a name that is none of `names`: the nearest one, and those there are.
+    """Message for a name that is not in `names`, with the nearest one and all known ones.
 
     Args:
-      known: said instead of all names, where they are many.
+      known: text instead of all names, if they are many.
     """
     near = nearest(typed, names)
     hint = f", did you mean {near!r}?" if near else "."
@@ -63,7 +62,7 @@ def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> s
 
 
 def check_known(given: Iterable[str], names: Collection[str], kind="setting", error=ValueError):
-    """Raises `error` with the nearest name where one of those given is none of `names`."""
+    """Raise `error` with the nearest name if one of the given names is not in `names`."""
     for name in given:
         if name not in names:
             raise error(unknown(kind, name, names))
@@ -75,7 +74,7 @@ def naming(
     caught: type[Exception] | tuple[type[Exception], ...] = ValueError,
     raised: type[Exception] = ValueError,
 ) -> Iterator[None]:
-    """Errors caught inside are raised again, as `raised`, with the place before their message."""
+    """Re-raise errors of the block as `raised`, with the place before their message."""
     try:
         yield
     except caught as error:
@@ -84,7 +83,7 @@ def naming(
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """A context whose errors of imports name the extra to install."""
+    """Context whose import errors name the extra to install."""
     try:
         yield
     except ImportError as error:
@@ -93,13 +92,13 @@ def extra(name: str) -> Iterator[None]:
 
 
 def settings_of(kind: type[Kind], given: Any) -> Kind:
-    """The frozen dataclass `kind` of the settings given, with its defaults for those left out.
+    """Return the frozen dataclass `kind` with the given settings, and defaults for the others.
 
     Args:
-      given: a mapping, None for the defaults, or an instance, which is itself.
+      given: a mapping, None for the defaults, or an instance, which is returned.
 
     Raises:
-      ValueError: a setting that `kind` has not, or of another type; and as `kind` itself.
+      ValueError: an unknown setting, or one of another type; and as `kind`.
     """
     if isinstance(given, kind):
         return given
@@ -116,7 +115,7 @@ def settings_of(kind: type[Kind], given: Any) -> Kind:
 
 
 def settings_from(kind: type[Kind], source: Any, **given: Any) -> Kind:
-    """`settings_of` the keys of a config that are fields of `kind`, and of the values given.
+    """`settings_of` from the keys of a config that are fields of `kind`, and the given values.
 
     Fields with a default may be absent from the config.
     """
@@ -126,10 +125,10 @@ def settings_from(kind: type[Kind], source: Any, **given: Any) -> Kind:
 
 
 def nearest(typed: str, names: Collection[str]) -> str | None:
-    """The name most like what was typed; None where even that is another word.
+    """Return the name most similar to what was typed, or None if none is similar.
 
-    Case, and "-" for "_", count for nothing, and neither do groups that were left out ("weight" for
-    "losses.nucl.weight"); of names with the same end, the shortest.
+    Case, "-" instead of "_", and omitted groups ("weight" for "losses.nucl.weight") are ignored; of
+    names with the same end, the shortest is returned.
     """
     endings = {}
     for name in sorted(names, key=len):
@@ -142,18 +141,18 @@ def nearest(typed: str, names: Collection[str]) -> str | None:
 
 
 def some(names: Sequence[str], limit: int = 5) -> str:
-    """The first names, quoted, and how many more there are."""
+    """The first names, quoted, and the number of further ones."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(repr, names[:limit])) + more
 
 
 def shell_line(command: Sequence[str]) -> str:
     """The command for bash, on one line: a line break inside an argument is written as $'\\n'."""
-    return shlex.join(command).replace("\n", "'$'\\n''")  # it stands inside '...' there
+    return shlex.join(command).replace("\n", "'$'\\n''")  # it is inside '...' there
 
 
 def spans(steps: Sequence[int]) -> str:
-    """ "3 to 5, 8" of ascending numbers."""
+    """Format ascending numbers as "3 to 5, 8"."""
     found: list[list[int]] = []
     for step in steps:
         if found and step == found[-1][-1] + 1:
@@ -164,17 +163,19 @@ def spans(steps: Sequence[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, cut where it is long; its type where it says nothing.
+    """First line of an error's message, shortened; the error's type if the message is empty.
 
-    Libraries answer with a hundred lines, orbax with a link behind the first one.
+    (Some libraries' messages have a hundred lines; orbax appends a link to the first one.)
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].split(" See full")[0][:200]
 
 
 def as_text(value: object, links: bool = False) -> str:
-    """One line of Markdown that shows the text: no HTML, no link (unless `links`), no end of a
-    cell. Names of runs and settings are whatever somebody wrote."""
+    """Escape a text for one line of Markdown: no HTML, links (unless `links`) or cell ends.
+
+    Names of runs and settings are untrusted.
+    """
     text = re.sub(r"[\\|<]", r"\\\g<0>", " ".join(str(value).split()))
     return text if links else text.replace("](", "]\\(")
 

@@ -1,4 +1,4 @@
-"""Run where there are eight devices: meshes beside one device, figures as JSON.
+"""A program for eight devices: meshes compared with one device, results as JSON.
 
 python tests/mesh_program.py meshes | encoders | five | generation | nucl | nll | fsdp
 """

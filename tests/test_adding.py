@@ -143,7 +143,7 @@ def test_everything_else_is_as_it_was(copy):
 
 
 def test_an_objective_and_a_head(copy):
-    """Texts of the alphabet's two halves are told apart; the head is pruned with its model."""
+    """The head separates texts of the alphabet's two halves, and stays when its model is pruned."""
     final = json.loads((copy / "topics" / "results.json").read_text())["final"]
     assert final["validation/accuracy"] == 1.0 and final["validation/classification"] < 0.3
     assert json.loads((copy / "scored" / "results.json").read_text())["validation/accuracy"] > 0.5

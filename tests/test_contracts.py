@@ -251,7 +251,7 @@ def evaluate_term(term, config, params, batch) -> TermValue:
 
 
 def taught_params(config, seed=0):
-    """Random ones, with other blocks as a teacher beside them."""
+    """Random parameters, with other blocks as a teacher."""
     other = random_params(config, seed=7)["stack"]
     for name, slots in other.items():
         other[name] = {slot: {"ffn": tree["ffn"]} for slot, tree in slots.items()}

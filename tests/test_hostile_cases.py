@@ -1,8 +1,8 @@
-"""Hostile files beside those of models (tests/io/test_hostile.py): every value of every file that a
-run, a corpus or an adapter is read from, replaced in turn by what has no business there.
+"""Hostile files of runs, corpora and adapters (for models: tests/io/test_hostile.py). Each value of
+each file is replaced in turn by a wrong one.
 
-Each is read, or refused in one line that names the file; within 1 GB and 20 s. A sample of the
-cases runs always, the same each time; all of them with RUN_SLOW=1.
+Each file is read, or rejected in one line that names it; within 1 GB and 20 s. A fixed sample of
+the cases runs always; all of them with RUN_SLOW=1.
 """
 
 import json
@@ -51,7 +51,7 @@ def bent(text, share):
 
 
 def all_bent(read, path, root, least=6, share=1.0 if ALL else 0.12):
-    """Reads with each bent text in the place of a file's; at least so many are refused."""
+    """Reads with each changed text instead of the file's; at least that many are rejected."""
     path, refused = Path(path), 0
     good = path.read_text()
     for name, text in bent(good, share):
@@ -83,7 +83,7 @@ def test_adapters(tmp_path):
     all_bent(lambda: load_model(tmp_path / "adapter"), config, tmp_path)
 
 
-# ---- models with a structure of their own
+# ---- models with our structure/
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Where a step's temporaries come from: measured in processes of their own."""
+"""The memory of a step's temporaries, measured in separate processes."""
 
 import os
 import re

@@ -74,7 +74,7 @@ def test_full_size_train_step_lowers_on_eight_abstract_devices(name):
 
 
 def on_eight_devices(*programs: str, fast_compile: bool = True) -> dict:
-    """What tests/mesh_program.py prints, from a process of its own with eight fake devices."""
+    """The output of tests/mesh_program.py, from a separate process with eight fake devices."""
     own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
     own["XLA_FLAGS"] = f"{os.getenv('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     own["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(fast_compile))

@@ -144,7 +144,7 @@ def test_analyze_is_the_command(tmp_path):
 
 def test_the_guesses_of_the_page(tmp_path):
     """Each works, or is answered by the name that the page tells; few are not."""
-    page = (REPOSITORY / "docs/python.md").read_text().partition("## First guesses")[2]
+    page = (REPOSITORY / "docs/python.md").read_text().partition("## Calls from other libraries")[2]
     guesses = re.findall(r"^\| `(.+?)` \| (.+?) \|$", page, re.M)
     path = save_tiny(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT * 3)

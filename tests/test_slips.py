@@ -1,4 +1,4 @@
-"""Slips in Python: a setting that is not there is refused, and the one that was meant is named."""
+"""Mistyped settings in Python: an unknown setting is rejected, and the right one is suggested."""
 
 import dataclasses
 import inspect
@@ -72,7 +72,7 @@ def test_a_removal_without_a_word():
 
 @pytest.mark.parametrize("name", TERMS)
 def test_a_term_refuses_a_slip(name):
-    """And what its group in a config says is what it takes by itself."""
+    """The defaults of its group in a config are its own defaults."""
     known = inspect.signature(TERMS[name]).parameters
     group = config_of("nucl_finetune", EVERYTHING).losses[name].to_dict()
     del group["weight"]
@@ -100,12 +100,12 @@ def test_monitors_adapters_criteria_and_fold_refuse_a_slip():
 
 
 @pytest.mark.parametrize(("name", "given", "message"), [
-    ("prune", {"reverse": "False"}, "reverse='False': bool is expected"),
-    ("prune", {"count": 2.7}, "count=2.7: int | None is expected"),
-    ("prune", {"criterion": None}, "criterion=None: str is expected"),
+    ("prune", {"reverse": "False"}, "reverse='False'; expected bool"),
+    ("prune", {"count": 2.7}, "count=2.7; expected int | None"),
+    ("prune", {"criterion": None}, "criterion=None; expected str"),
     ("prune", {"protect": "bos:inf"}, "protect='bos:inf'"),
     ("lora", {"dropout": 5}, "dropout=5"),
-    ("macdrop", {"epochs": 2.5}, "epochs=2.5: int is expected"),
+    ("macdrop", {"epochs": 2.5}, "epochs=2.5; expected int"),
     ("macdrop", {"a": float("nan")}, "a=nan"),
     ("score_mask", {"ratio": 1.0}, "ratio=1.0"),
     ("gates", {"rank": -1}, "rank=-1"),

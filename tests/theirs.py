@@ -1,4 +1,4 @@
-"""What transformers makes of our directories; in version 4 in a process of its own.
+"""Results of transformers on our directories; version 4 runs in a separate process.
 
 python theirs.py logits|rows DIRECTORY...    prints {directory: ...} as JSON.
 """

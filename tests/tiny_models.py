@@ -283,7 +283,7 @@ def mask_neurons(params, removed):
 
 
 def stopped_and_resumed(config, workdir, monkeypatch, together):
-    """The run again, broken off before its fourth step; the same numbers, bit for bit.
+    """Repeats the run, interrupts it before its fourth step, and checks that all bits are equal.
 
     `together`: the `Shared` of the first run, so that its programs are not compiled again.
     """

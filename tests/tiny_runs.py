@@ -1,4 +1,4 @@
-"""Small runs and their files: settings, flags, rows, programs, and calls that are refused."""
+"""Small runs and their files: settings, flags, rows, programs, and rejected calls."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def refused(words: str, function, *arguments, error: type = ValueError, **settin
 
 
 def small_run(text: Path | str, prefix: str = "", **changes) -> dict:
-    """A config's keys for two small steps on a text; "__" stands for dots."""
+    """A config's keys for two small steps on a text; "__" in a key means a dot."""
     keys = {"steps": 2, "batch_size": 2, "seq_len": 16, "dropout": 0.0, "tensorboard": False}
     keys |= {"data__path": str(text), "data__passage_chars": 100, "data__validation_fraction": 0.2}
     keys |= {"optimizer__learning_rate": 1e-2, "optimizer__warmup_steps": 0, "eval__max_batches": 1}
@@ -51,7 +51,7 @@ class Finished(NamedTuple):
 
 
 def run_program(*command, cwd: Path = REPOSITORY, given: str | None = None, **environment):
-    """Exit code and outputs of a process of its own; `given` is its input."""
+    """Exit code and outputs of a separate process; `given` is its input."""
     pipes = {"input": given, "capture_output": True, "text": True}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=os.environ | environment, **pipes)
     return Finished(done.returncode, done.stdout, done.stderr)
@@ -70,7 +70,7 @@ def read_rows(path) -> list:
 
 
 def write_halves(root: Path, **counts: int) -> None:
-    """<name>.jsonl of so many rows whose label is which half of the alphabet they use."""
+    """Writes <name>.jsonl for each count of rows, labelled by the half of the alphabet they use."""
     rng = np.random.default_rng(0)
     for name, count in counts.items():
         rows = []

@@ -1,9 +1,9 @@
 """Adapters: extra leaves of a `Linear`, read by the module that owns its kernel.
 
-An adapter is pure maths on leaves and imports no other room. `ADAPTERS` lists them in the order
-in which they apply; `models/linear.py` is the one place that applies them. What a leaf's axes run
-over, and whether it trains, is said here once (`leaf.Leaf`): sharding, removal of neurons, weight
-decay and what trains follow from it (models/leaves.py).
+An adapter is a set of pure functions on leaves and imports no other subpackage. `ADAPTERS` lists
+them in the order in which they apply; only `models/linear.py` applies them. Each leaf is declared
+once (`leaf.Leaf`: its axes, and whether it trains); sharding, removal of neurons, weight decay and
+trainability follow from the declaration (models/leaves.py).
 """
 
 import dataclasses
@@ -19,30 +19,30 @@ from ffn_heterogeneity.adapters import dora, gates, lora, low_rank, macdrop, mas
 from ffn_heterogeneity.tree import Leaf, data, weights
 
 Leaves = Mapping[str, jax.Array]
-# What a `Linear` has without any adapter.
+# Leaves of a `Linear` without adapters.
 KERNEL_LEAVES = ("kernel", "bias")
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """Extra leaves of a `Linear`, and how they enter y = x K.
+    """Extra leaves of a `Linear`, and their effect on y = x K.
 
-    Every function is given ALL leaves of that `Linear`.
+    Every function gets ALL leaves of that `Linear`.
 
     Attributes:
       name: the adapter's name in configs.
       leaves: name of a leaf -> its declaration, in roles; all of them or none are present.
-      base: leaves -> the kernel [..., in, out], where no leaf "kernel" is; None: it needs one.
+      base: leaves -> the kernel [..., in, out], if there is no leaf "kernel"; None: it needs one.
       kernel: (kernel, leaves) -> the kernel as the forward pass uses it. Leading axes broadcast.
       product: (y, x, leaves, kernel, dot, drop) -> y, for an adapter that acts on the product
-        y = x K instead, so that no full-size gradient of a frozen kernel is ever built; `dot(x, w)`
-        is the product in x's dtype, `drop(x)` x under the adapters' dropout, `kernel` what y was
-        made with. `kernel` above is then the same thing on the kernel: what losses on weights,
-        surgery and export read. Of an adapter with `base` it comes first, y and `kernel` are None,
-        and no whole kernel is made in the step (low-rank factors), unless `kernel_readers` are
-        beside it.
+        y = x K, so that no full-size gradient of a frozen kernel is built. `dot(x, w)` is the
+        product in x's dtype, `drop(x)` applies the adapters' dropout, and `kernel` is the kernel
+        of y. The attribute `kernel` above must then be equivalent: losses on weights, surgery and
+        export use it. For an adapter with `base`, `product` comes first, y and `kernel` are None,
+        and the step does not materialize the kernel (low-rank factors) unless there are
+        `kernel_readers`.
       reads_kernel: whether `product` reads `kernel`.
-      for_losses: those that a loss alone reads (Lagrange multipliers).
+      for_losses: leaves that only a loss reads (Lagrange multipliers).
     """
 
     name: str
@@ -124,7 +124,7 @@ FFN_LEAVES: dict[str, Leaf] = {"neuron_scale": data("neurons")}
 
 
 def neuron_factor(ffn: Mapping[str, Any]) -> jax.Array | None:
-    """[..., m], all factors of a block's leaves together; None: it has none."""
+    """Product of all factors among a block's leaves, [..., m]; None if there are none."""
     own = [ffn[name] for name in FFN_LEAVES if ffn.get(name) is not None]
     return functools.reduce(operator.mul, own) if own else None
 
@@ -136,7 +136,7 @@ REFRESHES: dict[str, Callable[..., Callable[..., Any]]] = {
     "macdrop": macdrop.refresh,
     "gates": gates.refresh,
 }
-# name -> (settings, steps) -> function of the steps done -> what it reads as `hyper[name]`.
+# name -> (settings, steps) -> function of the finished steps -> its value `hyper[name]`.
 RATES: dict[str, Callable[..., Callable[[int], float]]] = {"macdrop": macdrop.rate}
 
 
@@ -146,13 +146,15 @@ def adapter_leaves() -> dict[str, Leaf]:
 
 
 def is_linear(node: Mapping[str, Any]) -> bool:
-    """True if a node of a tree holds a kernel, or leaves that represent one."""
+    """True if a node of a tree has a kernel, or leaves that represent one."""
     return "kernel" in node or any(adapter.base for adapter in adapters_of(node))
 
 
 def kernel_readers(leaves: Mapping[str, Any]) -> list[str] | None:
-    """Names of the adapters for which a whole kernel is made of factors that have a product of
-    their own; None where there are no such factors."""
+    """Names of the adapters that need a materialized kernel although its factors have a product.
+
+    None if there are no such factors.
+    """
     adapters = adapters_of(leaves)
     if "kernel" in leaves or not any(adapter.base and adapter.product for adapter in adapters):
         return None
@@ -161,10 +163,10 @@ def kernel_readers(leaves: Mapping[str, Any]) -> list[str] | None:
 
 
 def adapters_of(leaves: Mapping[str, Any]) -> list[Adapter]:
-    """The adapters whose leaves are there, in the order in which they apply.
+    """Return the adapters whose leaves are present, in the order in which they apply.
 
     Raises:
-      ValueError: an adapter is present with only some of its leaves, or has no kernel to read.
+      ValueError: an adapter has only some of its leaves, or no kernel.
     """
     found = []
     for adapter in ADAPTERS.values():

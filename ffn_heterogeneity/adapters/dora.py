@@ -1,9 +1,9 @@
-"""DoRA: LoRA turns a kernel's columns, their lengths train apart (Liu et al.).
+"""DoRA: LoRA for the directions of a kernel's columns, with trained norms (Liu et al.).
 
     K' = K + s A B;   K'' = K' diag(m / ||K'_j||)
 
-over inputs, a magnitude m_j for each output, at first ||K_j||. The norm is detached from the
-gradient, as its authors do, and never needs K':
+with norms over inputs and a magnitude m_j for each output, initially ||K_j||. As in the authors'
+code, the norm has no gradient. It is computed without K':
 
     ||K'_j||^2 = ||K_j||^2 + 2 s <(K^T A)_j, B_j> + s^2 B_j^T (A^T A) B_j
 """
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 
 def scale_kernel(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
-    """K' [..., in, out] -> K''; a column of zeros stays one."""
+    """K' [..., in, out] -> K''; a column of zeros stays zero."""
     return kernel * _factor(jnp.sum(jnp.square(kernel), axis=-2), leaves)[..., None, :]
 
 
 def scale_product(y, x, leaves: dict[str, jax.Array], kernel, dot, drop) -> jax.Array:
-    """x K' -> x K'', `kernel` being K: 2 r in out operations a step, and one pass over K and y."""
+    """x K' -> x K'' with `kernel` K: 2 r in out operations per step, one pass over K and y."""
     squares = jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=-2)
     if "lora_a" in leaves:
         a, b = (jax.lax.stop_gradient(leaves[name]) for name in ("lora_a", "lora_b"))
@@ -36,5 +36,5 @@ def _factor(squares: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
 
 
 def init(kernel) -> dict[str, jax.Array]:
-    """The magnitudes of a kernel [in, out] as it is used, float32."""
+    """Initial magnitudes of an effective kernel [in, out], float32."""
     return {"dora_m": jnp.linalg.norm(jnp.asarray(kernel, jnp.float32), axis=-2)}

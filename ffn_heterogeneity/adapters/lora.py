@@ -1,7 +1,7 @@
 """LoRA: a kernel plus a product of two thin matrices, K + s A B (Hu et al.).
 
-A [in, r] and B [r, out] train, the scale s = alpha / r is a leaf [1]. A ~ U(-1/sqrt(in),
-1/sqrt(in)) and B = 0, so that an adapter changes nothing at first.
+A [in, r] and B [r, out] train; the scale s = alpha / r is a leaf [1]. Initially A ~ U(-1/sqrt(in),
+1/sqrt(in)) and B = 0, so that an adapter changes nothing.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""A kernel as the product of two thin ones that train: K = A B, never materialized in a step."""
+"""Low-rank kernels: the product of two trained factors, K = A B, not materialized in a step."""
 
 import jax
 import numpy as np
@@ -10,13 +10,15 @@ def kernel(leaves: dict[str, jax.Array]) -> jax.Array:
 
 
 def product(y, x, leaves: dict[str, jax.Array], kernel, dot, drop) -> jax.Array:
-    """(x A) B: 2 r (in + out) operations a token for K's 2 in out."""
+    """(x A) B: 2 r (in + out) operations per token instead of K's 2 in out."""
     return dot(dot(x, leaves["low_rank_a"]), leaves["low_rank_b"])
 
 
 def of_kernel(kernel: np.ndarray, rank: int) -> dict[str, np.ndarray]:
-    """The factors of the closest kernel of that rank, U S and V^T of its singular values, in its
-    dtype; A of orthogonal columns whose lengths are those values."""
+    """Factors of the best approximation of that rank: U S and V^T of the SVD, in its dtype.
+
+    The columns of A are orthogonal, and their norms are the singular values.
+    """
     u, s, v = np.linalg.svd(np.asarray(kernel, np.float64), full_matrices=False)
     pair = {"low_rank_a": u[:, :rank] * s[:rank], "low_rank_b": v[:rank]}
     return {name: factor.astype(kernel.dtype) for name, factor in pair.items()}

@@ -1,11 +1,11 @@
 """MacDrop: dropout on massive weights while adapters train (massive weights, section 3).
 
 Columns `macdrop_rows` (the paper's rows of W_up and W_gate) of a frozen kernel are multiplied by
-`macdrop_keep`, ones as stored. Each training step draws it again, elementwise
-Bernoulli(1 - p_t), one draw for gate and up as in Algorithm 1, and kept values are not rescaled.
-DoRA's norm is that of the masked kernel, as where the weights themselves are masked (Algorithm 1),
-so it gives masked columns their length back: MacDrop does less there (docs/reproduce.md).
-Evaluation and export know nothing of it.
+`macdrop_keep`, which is stored as ones. Each training step draws it again, elementwise
+Bernoulli(1 - p_t), with one draw for gate and up as in Algorithm 1; kept values are not rescaled.
+DoRA's norm is that of the masked kernel, as if the weights themselves were masked (Algorithm 1), so
+it restores the norms of masked columns: MacDrop has less effect there (docs/reproduce.md). It has
+no effect in evaluation and export.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from ffn_heterogeneity.tree import nodes, replaced
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 
 CURRICULA = ("step", "epoch_before", "epoch_after", "exp", "constant")
-STEPS = 579  # of the paper's runs, for which its decay rates of "exp" are
+STEPS = 579  # of the paper's runs, to which its decay rates of "exp" refer
 ROWS, KEEP = "macdrop_rows", "macdrop_keep"
 SCOPES = ("massive", "layer", "others")
 
@@ -31,8 +31,8 @@ class Macdrop:
     """MacDrop's settings.
 
     Attributes:
-      k, scope, layer, token: as `surgery.adapt.insert_macdrop` says.
-      p0, curriculum, a, epochs: as `rate` says.
+      k, scope, layer, token: see `surgery.adapt.insert_macdrop`.
+      p0, curriculum, a, epochs: see `rate`.
     """
 
     k: int = 5
@@ -62,7 +62,7 @@ def drop(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
 
 
 def rate(settings: Mapping[str, Any] | Macdrop, steps: int) -> Callable[[int], float]:
-    """p of the step that follows s finished ones, t = s + 1 of T = `steps` optimiser steps.
+    """p of the step after s finished ones, t = s + 1 of T = `steps` optimizer steps.
 
     step: p0 (1 - t / T); epoch_before: p0 (1 - (e - 1) / E); epoch_after: p0 (1 - e / E), e from 1
     the epoch of E = `settings.epochs` that t is in; exp: p0 exp(-a t 579 / T) [ours: the paper's
@@ -92,7 +92,7 @@ def rate(settings: Mapping[str, Any] | Macdrop, steps: int) -> Callable[[int], f
 
 
 def refresh(settings: Mapping[str, Any]) -> Callable[..., dict]:
-    """(params, step, key, hyper, train) -> params with this step's masks; not training without any.
+    """(params, step, key, hyper, train) -> params with this step's masks, none in evaluation.
 
     `hyper["macdrop"]` is p.
     """

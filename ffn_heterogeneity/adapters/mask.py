@@ -1,9 +1,9 @@
-"""A mask on a kernel: a fixed one, W * mask, or one of scores that train in the weights' place.
+"""A mask on a kernel: a fixed one, W * mask, or one from scores that train instead of weights.
 
-Each weight of a frozen kernel has a score in [0, 1] (GEM-MINER): W * 1[score > 1/2], and
-the mask's gradient passes straight through to the score, as if the mask were the score. The authors
-clip the scores to [0, 1] after each step; here a score stays where a step left it, and a gradient
-that leads it further out is 0.
+Each weight of a frozen kernel has a score in [0, 1] (GEM-MINER): W * 1[score > 1/2]. The mask's
+gradient is passed to the score unchanged (straight-through). The authors clip the scores to [0, 1]
+after each step; here scores are not clipped, but a gradient that would move a score further out of
+[0, 1] is 0.
 """
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 def apply_mask(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
     """kernel * mask; a mask of fewer dimensions broadcasts against the kernel's last ones.
 
-    Zeros are selected, not multiplied, so that a masked non-finite weight is really gone.
+    Zeros are selected, not multiplied, so that a masked non-finite weight is removed.
     """
     mask = leaves["mask"]
     kept = kernel * mask.astype(kernel.dtype)
@@ -21,7 +21,7 @@ def apply_mask(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
 
 
 def apply_score(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
-    """kernel * 1[score > 1/2]; multiplied, since a weight that is out has a gradient too."""
+    """kernel * 1[score > 1/2]; a product, because scores of masked weights have a gradient too."""
     return kernel * binary(jnp.asarray(leaves["score"])).astype(kernel.dtype)
 
 

@@ -1,9 +1,9 @@
-"""NF4: a frozen kernel in 4.13 bits a weight (QLoRA, Dettmers et al.; bitsandbytes' definition).
+"""NF4: a frozen kernel in 4.13 bits per weight (QLoRA, Dettmers et al.; as in bitsandbytes).
 
-Each 64 inputs of an output are divided by their largest |w|, the absmax, and rounded to 16 levels,
-two to a byte. The absmax less their mean are quantised again, 256 at a time, to 8 bits of a map
-with a dynamic exponent. bitsandbytes cuts its blocks of the torch kernel [out, in]; they are these
-where `in` is a multiple of 64, and other kernels are rejected [ours].
+Every 64 inputs of an output are divided by their largest |w|, the absmax, and rounded to 16 levels,
+two per byte. The absmax minus their mean are quantized again, 256 at a time, to 8 bits of a map
+with a dynamic exponent. bitsandbytes takes its blocks from PyTorch's kernel [out, in]; they are the
+same if `in` is a multiple of 64, and other kernels are rejected [ours].
 
     nf4_codes   uint8   [in / 2, out]   codes of inputs 2 i (upper half of the byte) and 2 i + 1
     nf4_scales  uint8   [in / 64, out]  places of the absmax in `EIGHT_BITS`
@@ -24,8 +24,10 @@ LEVELS = np.array(
 
 
 def _eight_bits() -> np.ndarray:
-    """Signed dynamic map: in the decade 10^(i - 6), i = 0 .. 6, the middles of 2^i equal parts of
-    its [0.1, 1], of both signs; and 0 and 1."""
+    """Signed dynamic map: 0, 1, and in the decade 10^(i - 6), i = 0 .. 6, 2^i values.
+
+    They are the centers of 2^i equal parts of [0.1, 1], with both signs.
+    """
     values = [0.0, 1.0]
     for i in range(7):
         edges = np.linspace(0.1, 1, 2**i + 1, dtype=np.float32)
@@ -38,7 +40,7 @@ EIGHT_BITS = _eight_bits()
 
 
 def kernel(leaves: dict[str, jax.Array]) -> jax.Array:
-    """The kernel [..., in, out] in float32. Leading axes broadcast."""
+    """Dequantize the kernel [..., in, out] to float32. Leading axes broadcast."""
     codes = leaves["nf4_codes"]
     pairs = jnp.stack([codes >> 4, codes & 15], axis=-2)  # [..., in / 2, 2, out]
     shape = (*codes.shape[:-2], 2 * codes.shape[-2], codes.shape[-1])
@@ -48,9 +50,9 @@ def kernel(leaves: dict[str, jax.Array]) -> jax.Array:
 
 
 def _absmax(leaves: dict[str, jax.Array]) -> jax.Array:
-    """float32 [..., in / 64, out]."""
+    """Dequantized absmax, float32 [..., in / 64, out]."""
     places = leaves["nf4_scales"]
-    # In the order of torch's [out, in]: all blocks of an output, then the next output's.
+    # In the order of PyTorch's [out, in]: all blocks of an output, then those of the next.
     flat = jnp.swapaxes(jnp.asarray(EIGHT_BITS)[places], -1, -2)
     lead, count = places.shape[:-2], places.shape[-1] * places.shape[-2]
     each = jnp.repeat(leaves["nf4_absmax"], SCALES, axis=-1)[..., :count]
@@ -59,10 +61,10 @@ def _absmax(leaves: dict[str, jax.Array]) -> jax.Array:
 
 
 def quantise(weights) -> dict[str, jax.Array]:
-    """The four leaves of a kernel [in, out].
+    """Quantize a kernel [in, out] to its four leaves.
 
     Raises:
-      ValueError: `in` is no multiple of 64.
+      ValueError: `in` is not a multiple of 64.
     """
     fan_in, fan_out = weights.shape
     if fan_in % BLOCK:
@@ -70,7 +72,7 @@ def quantise(weights) -> dict[str, jax.Array]:
     blocks = jnp.asarray(weights, jnp.float32).reshape(-1, BLOCK, fan_out)
     absmax = jnp.max(jnp.abs(blocks), axis=1)
     shares = blocks / jnp.where(absmax > 0, absmax, 1.0)[:, None]
-    # The nearest level; at the middle the lower one, as there.
+    # The nearest level; at the midpoint the lower one, as in bitsandbytes.
     codes = jnp.searchsorted(jnp.asarray((LEVELS[1:] + LEVELS[:-1]) / 2), shares, side="left")
     codes = codes.reshape(fan_in // 2, 2, fan_out).astype(jnp.uint8)
     flat = absmax.T.reshape(-1)

@@ -36,7 +36,7 @@ from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_train_step
 from ffn_heterogeneity.wording import check_choice
 
-# The leaves that train where there are adapters.
+# Trained leaves of models with adapters.
 ADAPTERS = r"/(lora_[ab]|dora_m)$|^task_head/"
 
 
@@ -44,7 +44,7 @@ def time_nucl(config: Any, *_: Any, shape: tuple[int, ...] = (26, 2304, 576)) ->
     """Time and memory that NUCL (mstd) adds to a donated SGD update W <- W - lr (g + alpha dNUCL).
 
     The programs are the update alone, with the paper's listing, and with the closed form; and a
-    bare row sum, which reads W once (the lower bound). Ratios are of the added times.
+    row sum, which reads W once (the lower bound). Ratios are between added times.
 
     Args:
       shape: [layers, m, n] of the float32 stack of outgoing kernels.
@@ -86,8 +86,8 @@ def donated_update(loss: Callable[[jax.Array], jax.Array] | None = None) -> Any:
 def time_nll(config: Any, *_: Any, shape: tuple[int, ...] = (4, 512, 576, 49_152)) -> dict:
     """Value and gradient of the NLL of a tied head: chunked compared with plain, time and memory.
 
-    Also timed: three bare products of the same size (the lower bound), and the chunked form where
-    one position in 10 or in 100 is a target.
+    Also timed: only the three products of the same size (the lower bound), and the chunked form
+    with one target in 10 or in 100 positions.
 
     Args:
       shape: [B, T, D, V], float32.
@@ -131,12 +131,12 @@ def _products(hidden_btd, kernel_vd):
 def train_step(
     model: Model, forward: Any, names: list[str], batch: dict, held: list, **more: Any
 ) -> tuple:
-    """(jitted AdamW step, `held` with its state, batch, hyper); adapters train alone if any.
+    """(jitted AdamW step, `held` with its state, batch, hyper); with adapters only they train.
 
     Args:
-      names: of `losses.TERMS`.
-      held: empty, or with a state of this model, which is then shared.
-      more: of `make_train_step`.
+      names: names in `losses.TERMS`.
+      held: an empty list, or one with a state of this model, which is then shared.
+      more: further arguments of `make_train_step`.
     """
     leaves = declared(model.config, model.params)
     only = (ADAPTERS,) if any(path.endswith("/lora_a") for path in leaves) else ()
@@ -157,8 +157,8 @@ FFN_LORA = {"rank": 8, "alpha": 32.0, "targets": "ffn/"}  # as in MLP Fusion's T
 def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
     """Training steps and forward passes of compressed classifiers (MLP Fusion's Tables VII, VIII).
 
-    The preset `config.model` with random weights, on random rows [batch, seq_len]; float32, AdamW.
-    Each program also has its operations, "gflop", as XLA counts them.
+    The model is the preset `config.model` with random weights, on random rows [batch, seq_len],
+    with float32 and AdamW. Each program also has its operations, "gflop", as counted by XLA.
     """
     rows, key = (config["batch"], config["seq_len"]), jax.random.key(0)
     shape, head = preset(config.model)[0], HeadConfig.of("classification", vars(Classification()))
@@ -192,7 +192,7 @@ def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
 
 
 def _predict(model: ModelConfig, params: dict, batch: dict, **given: Any) -> dict:
-    # XLA counts the operations of a loop's body once.
+    # Unrolled, because XLA counts the operations of a loop's body only once.
     outputs = causal_lm.forward(model, params, batch, options=RunOptions(unroll=True), **given)
     head = make_head(model, model.head)
     return outputs | {"predictions": head.apply(params, outputs, batch, lambda x: x)}
@@ -217,12 +217,13 @@ DTYPES = ("float32", "bfloat16")
 def time_model(
     config: Any, workdir: epath.Path, *_: Any, model: ModelConfig | None = None
 ) -> dict[str, Any]:
-    """Times `config.calls` in each of `config.dtypes`, ours and the peer's interleaved.
+    """Time `config.calls` in each of `config.dtypes`, ours and the peer's interleaved.
 
-    On random weights and tokens: "forward" gives the logits of a batch [batch, seq_len]; "train
-    step" is forward, backward and AdamW on it, with the NLL alone, NUCL (mstd) or JREG added, or
-    of adapters alone; "perplexity" is of `config.windows` windows; "generate n" continues n prompts
-    of 64 tokens by 32, greedily. Finished rounds are saved in `workdir`, and a rerun reads them.
+    Weights and tokens are random. "forward" computes the logits of a batch [batch, seq_len]; "train
+    step" is forward, backward and AdamW on it, with the NLL alone, with NUCL (mstd) or JREG, or
+    with only adapters trained; "perplexity" uses `config.windows` windows; "generate n" continues n
+    prompts of 64 tokens by 32, greedily. Finished rounds are saved in `workdir`; a rerun reads
+    them.
 
     Args:
       model: None: the preset `config.model`.
@@ -249,7 +250,7 @@ def time_model(
 
 
 class Ours:
-    """The calls of this package on a model of random weights."""
+    """The calls of this package on a model with random weights."""
 
     def __init__(self, model: ModelConfig, config: Any):
         self.model, self.params = model, causal_lm.init(model, jax.random.key(0))
@@ -284,7 +285,7 @@ class Ours:
         for surgery, settings in surgeries.items():
             model = SURGERIES[surgery](model, settings)[0]
         drops = make_refresh({"macdrop": {}} if "macdrop" in surgeries else {})
-        # Steps of one tree share one state, which they donate.
+        # Steps of the same tree share one state, which they donate.
         held = self.states.setdefault(tuple(surgeries), [])
         step = timing.stepping(*train_step(model, forward, terms, batch, held, refresh=drops))
         return lambda: step()[1]["loss"]
@@ -297,9 +298,9 @@ def _logits(model, options, params, tokens):
 
 
 def _tables(seconds: Mapping[str, np.ndarray], config: Any) -> list[dict]:
-    """Medians and the peer's; ratios of ours: with and without a term, float32 and bfloat16."""
+    """Tables of medians and the peer's; ratios of ours: with/without a term, float32/bfloat16."""
     rows, ratios, paired = [], {}, timing.paired_interval
-    # On a machine without such units bfloat16 is emulated, by torch as by XLA.
+    # On a machine without such units, PyTorch and XLA emulate bfloat16.
     emulated = "" if choose_dtype("auto") == jnp.bfloat16 else " (no bfloat16 units)"
     for call, dtype in itertools.product(config.calls, config.dtypes):
         name, full, cells = f"{call}, {dtype}", f"{call}, float32", ("-", "-")

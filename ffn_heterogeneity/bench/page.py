@@ -1,4 +1,4 @@
-"""The page of benchmarks whose results.json were kept: a section a question, a row a run."""
+"""The page of saved benchmark results: one section per question, one row per run."""
 
 import os
 import re
@@ -15,21 +15,21 @@ from ffn_heterogeneity.wording import markdown_table
 
 INTRODUCTION = """# Benchmarks
 
-Made by `scripts/report.py --benchmarks` from results.json of `scripts/benchmark.py`. A row is a run
-and links to its file. Its numbers are ratios of times measured in turns inside that run, with 95%
-intervals, of rounds drawn anew. A CPU without amx_bf16 emulates bfloat16, for torch too.
+Made by `scripts/report.py --benchmarks` from results.json of `scripts/benchmark.py`. Each row is a
+run, with a link to its file. The numbers are ratios of times that were interleaved in that run,
+with 95% bootstrap intervals over rounds. CPUs without amx_bf16 emulate bfloat16, in PyTorch too.
 """
 CPU = "{processor}, {cores} cores, {units}"
 
 
 def write_page(paths: Sequence[str], output: str | os.PathLike) -> str:
-    """Writes `<output>/benchmarks.md`, a section for each question answered; returns the text.
+    """Write `<output>/benchmarks.md` with one section per answered question; return the text.
 
-    Results that do not hold their questions, as earlier versions wrote them, answer those that
-    their benchmark has now.
+    Results of earlier versions, which do not contain their questions, answer the benchmark's
+    current questions.
 
     Raises:
-      ValueError: no files; one is not a benchmark's results, or answers no question.
+      ValueError: no files; a file that is not a benchmark's results, or answers no question.
     """
     if not paths:
         raise ValueError("--benchmarks needs the results.json of one benchmark or more")
@@ -44,7 +44,7 @@ def write_page(paths: Sequence[str], output: str | os.PathLike) -> str:
 
 
 def _answers(path: epath.Path) -> list[tuple]:
-    """((question, what the ratios are of), machine, size, {column: ratio}), several of a file."""
+    """Rows of a file: ((question, meaning of the ratios), machine, size, {column: ratio})."""
     results, answers = read_object(path), []
     results.setdefault("questions", CASES.get(str(results.get("benchmark")), (None, None))[1])
     if not all(results.get(key) for key in ("questions", "machine", "tables")):
@@ -55,7 +55,7 @@ def _answers(path: epath.Path) -> list[tuple]:
         machine += f", {COMPILED}"
     cells = [(row[0], row[-1]) for one in tables for row in one["rows"] if row[-1] != UNKNOWN]
     for question, (reading, labels, pattern) in results["questions"].items():
-        # What a label has in brackets is of the machine: one column for all machines.
+        # A label's part in parentheses depends on the machine: one column for all machines.
         found = [(re.fullmatch(labels, name.partition(" (")[0]), cell) for name, cell in cells]
         ratios = {match[1]: cell for match, cell in found if match}
         if ratios:
@@ -68,7 +68,7 @@ def _answers(path: epath.Path) -> list[tuple]:
 
 def _section(question: str, reading: str, rows: Sequence[tuple[str, str, Mapping]]) -> str:
     names = dict.fromkeys(name for *_, ratios in rows for name in ratios)
-    # By their numbers: "generate 8" before "generate 32".
+    # Sorted by number: "generate 8" before "generate 32".
     columns = sorted(names, key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)])
     cells = [(*where, *(ratios.get(one, UNKNOWN) for one in columns)) for *where, ratios in rows]
     table = markdown_table(("machine", "size", *columns), cells, links=True)

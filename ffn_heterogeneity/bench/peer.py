@@ -1,4 +1,4 @@
-"""The calls of `cases.time_model` by torch `transformers`, on the same weights (extra `parity`)."""
+"""The calls of `cases.time_model` with PyTorch's `transformers`, same weights (extra `parity`)."""
 
 import tempfile
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.models.config import ModelConfig
 
 COMPILED = "torch.compile"
-PEERS = ("transformers", COMPILED)  # as it comes, or compiled (generation excepted)
-# Of both sides: AdamW's rate; tokens per row of generation, given and new.
+PEERS = ("transformers", COMPILED)  # unchanged, or compiled (except generation)
+# For both sides: AdamW's learning rate; prompt and new tokens per row of generation.
 LEARNING_RATE, PROMPT, NEW = 1e-6, 64, 32
 
 
 class Torch:
-    """torch with its default attention and fused AdamW, in bfloat16 by autocast.
+    """PyTorch with its default attention and fused AdamW, and autocast for bfloat16.
 
-    But for generation, whose weights are in bfloat16: autocast would cast them at every token. On a
-    GPU if JAX computes on one; `XLA_PYTHON_CLIENT_PREALLOCATE=false` leaves torch its memory.
+    For generation the weights are in bfloat16, because autocast would cast them at every token. It
+    runs on a GPU if JAX does; `XLA_PYTHON_CLIENT_PREALLOCATE=false` leaves memory for PyTorch.
 
     Raises:
-      ValueError: JAX computes on a GPU that this torch cannot use.
+      ValueError: JAX uses a GPU that this PyTorch cannot use.
     """
 
     def __init__(self, model: ModelConfig, params: dict, batch: int, peer: str = PEERS[0]):
@@ -48,7 +48,7 @@ class Torch:
         self.optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
     def about(self) -> dict[str, Any]:
-        """Facts that the figures depend on."""
+        """Settings that the results depend on."""
         import torch  # pyright: ignore[reportMissingImports]
 
         blas = next(s for s in torch.__config__.show().split(", ") if "BLAS_INFO" in s)

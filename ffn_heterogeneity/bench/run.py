@@ -1,4 +1,4 @@
-"""`scripts/benchmark.py`: every benchmark by name, and the questions that it answers."""
+"""`scripts/benchmark.py`: benchmarks by name, and the questions that they answer."""
 
 import sys
 from collections.abc import Callable
@@ -31,7 +31,7 @@ NUCL: Questions = {
     "What does NUCL add to an update?": ("Times added to the update", r"(.* / .*)", r"W \[.*?(?=;)")
 }
 NLL: Questions = {
-    "What does the loss cost beside bare products?": (SPENT, r"((?:plain|chunked) / .*)", SIZE),
+    "What does the loss cost compared with products?": (SPENT, r"((?:plain|chunked) / .*)", SIZE),
     "What do few target positions save?": (SPENT, r"(1 target in .* / .*)", SIZE),
 }
 FUSION: Questions = {
@@ -40,7 +40,7 @@ FUSION: Questions = {
 }
 STEPS: Questions = {"What do pieces of a training step cost?": (PIECES, r"(.* / .*)", WHOLE)}
 STREAMING: Questions = {
-    "What does surgery on disk cost beside a copy?": ("Times", r"(process / copy)", r"^[^,]+")
+    "How long does surgery on disk take vs a copy?": ("Times", r"(process / copy)", r"^[^,]+")
 }
 # name: ((config, working directory, reader of other config files) -> results, its questions: they
 # are saved with the results, and are the sections of docs/benchmarks.md, in this order).

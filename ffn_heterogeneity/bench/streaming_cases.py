@@ -22,7 +22,7 @@ from ffn_heterogeneity.models.families import expected_shapes, family_by_name, p
 from ffn_heterogeneity.progress import bar
 
 PLAN = {"criterion": "entropy", "ratio": 0.25}
-# A process of its own, so that its memory is that of the surgery alone.
+# A separate process, so that its memory is only that of the surgery.
 _PROGRAM = f"""
 import sys, time
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
@@ -34,7 +34,7 @@ print(time.perf_counter() - start)
 
 
 def time_streaming(config: Any, *_: Any, model: ModelConfig | None = None) -> dict[str, Any]:
-    """Remove a quarter of the neurons of a random bfloat16 checkpoint, from disk to disk.
+    """Remove 25% of the neurons of a random bfloat16 checkpoint, from disk to disk.
 
     Interleaved with a plain copy. Before each measurement, the files are written out and dropped
     from the page cache. `config.directory` is on the measured disk; it needs three times the
@@ -99,13 +99,13 @@ def _cold(function: Callable[[Path, Path], Any], source: Path, target: Path) -> 
 
 
 def _watched(source: Path, target: Path) -> tuple[float, float]:
-    """(seconds of the surgery in a process of its own, MB of its peak anonymous memory)."""
+    """(seconds of the surgery in a separate process, MB of its peak anonymous memory)."""
     command = [sys.executable, "-c", _PROGRAM, str(source), str(target)]
     environment, peak = {**os.environ, "JAX_PLATFORMS": "cpu"}, 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         status = Path(f"/proc/{process.pid}/status")
         while process.poll() is None:
-            # A process that has just ended has no such line.
+            # The file of a process that has just ended has no such line.
             peak = max([peak, *map(int, re.findall(r"RssAnon:\s+(\d+)", status.read_text()))])
             time.sleep(0.01)
         printed = process.stdout.read()

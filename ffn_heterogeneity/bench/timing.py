@@ -1,7 +1,7 @@
-"""Programs timed in turns: medians, ratios with 95% bootstrap intervals, temporary memory.
+"""Interleaved timing of programs: medians, ratios with 95% bootstrap intervals, temporary memory.
 
-Every comparison is made inside one run: the programs take turns, round after round, so that a
-machine that slows down slows all of them.
+All programs of a comparison run in the same process and are interleaved in rounds, so that a slower
+machine slows down all of them.
 """
 
 import functools
@@ -24,19 +24,19 @@ from ffn_heterogeneity.wording import markdown_table
 
 # (value, 2.5% bound, 97.5% bound)
 Interval = tuple[float, float, float]
-# A question that ratios of a benchmark answer -> (what the ratios are of; a pattern of their
-# labels, whose first group names a column; a pattern of the size in the first table's title).
+# Question that ratios of a benchmark answer -> (meaning of the ratios; regex of their labels, whose
+# first group names a column; regex of the size in the first table's title).
 Questions = dict[str, tuple[str, str, str]]
 
 
 def take_turns(
     programs: Mapping[str, Callable[[], Any]], rounds: int, folder: epath.Path | None = None
 ) -> dict[str, np.ndarray]:
-    """Seconds of each program in each round, after one warm-up round; printed as they come.
+    """Seconds of each program in each round, after one warm-up round; prints each round.
 
     Args:
-      folder: each round is kept there, and a run that was stopped goes on after its last whole one
-        (on another machine it begins anew).
+      folder: directory for finished rounds; an interrupted run resumes after the last one (on
+        another machine it starts again).
     """
     warm = functools.cache(lambda: [_seconds(*program) for program in programs.items()])
 
@@ -62,16 +62,17 @@ def _seconds(name: str, program: Callable[[], Any], quiet: bool = False) -> floa
 
 
 def compiled(function: Any, held: list, *arguments: Any) -> tuple:
-    """A program for `compare`: (the compiled function, held, *arguments); `held` as `stepping`."""
+    """A program for `compare`: (compiled function, held, *arguments); `held` as in `stepping`."""
     return function.lower(*held, *arguments).compile(), held, *arguments
 
 
 def stepping(program: Callable, held: list, *arguments: Any) -> Callable[[], Any]:
-    """A call of a program.
+    """Return a function that calls a program.
 
     Args:
-      held: empty, or a state, the program's first argument: it returns (state, metrics), and is
-        given that state the next time. Programs with one list update one state, in call order.
+      held: an empty list, or one with a state, the program's first argument: the program returns
+        (state, metrics), and gets that state in the next call. Programs that share the list update
+        the same state, in call order.
     """
     if not held:
         return functools.partial(program, *arguments)
@@ -84,7 +85,7 @@ def stepping(program: Callable, held: list, *arguments: Any) -> Callable[[], Any
 
 
 def machine() -> dict[str, Any]:
-    """Facts that times depend on: processor or card, cores, versions."""
+    """Facts that times depend on: processor or GPU, cores, versions."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     facts = dict(re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if ":" in line)
@@ -100,7 +101,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """A table as results.json keeps it; printed, too."""
+    """Print a table, and return it in the form of results.json."""
     print(f"{title}\n{markdown_table(columns, rows)}\n")
     return {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
 
@@ -108,18 +109,18 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 def ratio_interval(
     numerator: np.ndarray, denominator: np.ndarray, base: np.ndarray | None = None
 ) -> Interval:
-    """The ratio of medians over rounds; `base` is taken off both.
+    """Ratio of medians over rounds, after subtracting `base` from both.
 
-    Infinite where the denominator's median is at or below the base's.
+    Infinite if the denominator's median is not above the base's.
     """
     base = np.zeros_like(numerator) if base is None else base
     return _bootstrapped(_ratio_of_medians, np.stack([numerator, denominator, base]))
 
 
 def paired_interval(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
-    """The median of the rounds' own ratios.
+    """Median of the ratios within rounds.
 
-    For small differences: what moves the machine's speed from round to round falls out.
+    For small differences: changes of the machine's speed between rounds cancel.
     """
     ratios = np.asarray(numerator) / np.asarray(denominator)
     return _bootstrapped(functools.partial(np.median, axis=-1), ratios)
@@ -133,7 +134,7 @@ def ratios_of(
 
 
 def _bootstrapped(statistic: Callable[[np.ndarray], np.ndarray], rounds: np.ndarray) -> Interval:
-    """`statistic` of [..., rounds] over its last axis, and its bounds over drawn rounds."""
+    """`statistic` of [..., rounds] over its last axis, with bounds from bootstrapped rounds."""
     drawn = statistic(rounds[..., stats.resamples(rounds.shape[-1], 2000)])
     # method="nearest": interpolating between infinities would give NaN.
     return float(statistic(rounds)), *stats.ends(drawn, method="nearest")
@@ -155,7 +156,7 @@ def compare(
     "temporary_mb" is the memory of a program without its inputs and outputs.
 
     Args:
-      programs: {name: of `compiled`}.
+      programs: {name: result of `compiled`}.
       ratios: {name: seconds in each round} -> {label: ratio}.
     """
     seconds = take_turns({name: stepping(*one) for name, one in programs.items()}, rounds)
@@ -180,5 +181,5 @@ def table_of_ratios(ratios: Mapping[str, Interval]) -> dict[str, Any]:
 
 
 def said(interval: Interval) -> str:
-    """The ratio and its interval, in digits."""
+    """Format a ratio and its interval."""
     return "{:.3f} ({:.3f} .. {:.3f})".format(*interval)

@@ -1,1 +1,1 @@
-"""Text in, batches out: sources, tasks, packing, the resumable pipeline, perplexity windows."""
+"""Data: sources, tasks, packing, the resumable input pipeline, perplexity windows."""

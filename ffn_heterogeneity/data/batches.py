@@ -1,8 +1,8 @@
-"""Batches on their way to a process: which rows it feeds, and the iterator with its state.
+"""Batches of a process: its rows of the global batch, and an iterator with a state.
 
 Every process makes the same stream of global batches [batch_size, T] and then takes its rows. So
-where a run stands is one number for all of them, and a run may go on with another number of
-processes: the stream does not know how many there are.
+the position of a run is the same number in all processes, and a run can be resumed with another
+number of processes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.wording import check_number
 
 Batch = dict[str, np.ndarray]
-# 2: places in the stream of all processes (1: in the stream of the process that saved).
+# 2: positions in the stream of all processes (1: in the stream of the saving process).
 STATE_VERSION = 2
 
 
 @dataclasses.dataclass
 class Feed:
-    """The common base of pipelines of batches.
+    """Base class of batch pipelines.
 
     Attributes:
       config: a `data_config.DataConfig`.
-      seed: of the order of the records, unless the config has its own.
+      seed: seed of the order of the records, unless the config has one.
       rows: the rows of every global batch [batch_size, T] that this process feeds.
-      vocab_size: of the model; None: any id will do.
+      vocab_size: the model's vocabulary size; None: ids are not checked.
     """
 
     config: Any
@@ -51,7 +51,7 @@ class Feed:
             self.seed = self.config.shuffle_seed
 
     def identity(self, epochs: int | None) -> dict[str, Any]:
-        """Settings that must be equal for a state to mean the same place."""
+        """Settings that must be equal for a state to mean the same position."""
         return {
             "task": self.task.name,
             "records": len(self.train),
@@ -65,16 +65,16 @@ class Feed:
 
 
 class BatchIterator:
-    """Batches, and a small JSON-able state from which a twin goes on with the next one.
+    """Iterator over batches with a small JSON-able state, from which another iterator can resume.
 
-    The state is the same in every process and for any number of them. `counts` tells what became
-    of the documents read, for all processes together (the reader is `prefetch` batches ahead).
+    The state is the same in every process and for any number of processes. `counts` has statistics
+    of the documents read, over all processes (the reader is `prefetch` batches ahead).
     """
 
     def __init__(self, iterator: Any, identity: Mapping[str, Any], counts: Counts):
         self._identity, self.counts = dict(identity), counts
-        # At exit the thread must end, and grain's iterator be gone (its __del__ fails later on),
-        # before the interpreter takes the modules apart.
+        # At exit the thread must end and grain's iterator must be deleted (later its __del__ would
+        # fail) before the interpreter clears the modules.
         self._held = [iterator]
         self._closing = weakref.finalize(self, _close, self._held)
 
@@ -91,20 +91,20 @@ class BatchIterator:
         return self._held[0]
 
     def get_state(self) -> dict[str, Any]:
-        """The consumer's position: plain dicts, ints and strings."""
+        """Return the consumer's position: plain dicts, ints and strings."""
         state = self._iterator.get_state()
         return {"version": STATE_VERSION, "pipeline": dict(self._identity), "position": state}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved place.
+        """Move to a saved position.
 
         Raises:
-          DataError: the state is of another version, or of another pipeline (names what differs).
+          DataError: a state of another version or pipeline; the message names the difference.
         """
         if state.get("version") != STATE_VERSION:
             raise DataError(
                 f"data state has version {state.get('version')!r}, this code reads "
-                f"{STATE_VERSION}; go on with the code that saved it, or start a new run"
+                f"{STATE_VERSION}; continue with the code that saved it, or start a new run"
             )
         saved = state.get("pipeline", {})
         different = [
@@ -120,16 +120,16 @@ class BatchIterator:
         self._iterator.set_state(_tuples(state["position"]))
 
     def close(self) -> None:
-        """Stops the background thread."""
+        """Stop the background thread."""
         self._closing()
 
 
 def chosen_rows(rows: Sequence[int] | None, batch_size: int, accumulation: int) -> np.ndarray:
-    """Rows of the global batch that the caller names (None: all), checked, [R].
+    """Check and return the given rows of the global batch (None: all), [R].
 
     Raises:
-      DataError: none, repeated or outside the batch; or rows that, cut into [A, R/A], would not
-        each come to lie in the micro-batch they are in globally.
+      DataError: no rows, repeated ones or rows outside the batch; or rows that, reshaped to
+        [A, R/A], would not be in the same micro-batches as in the global batch.
     """
     check_number("accumulation", accumulation, "[1, inf)", DataError)
     if batch_size < 1 or batch_size % accumulation:
@@ -156,19 +156,19 @@ def chosen_rows(rows: Sequence[int] | None, batch_size: int, accumulation: int) 
 
 
 def take_rows(batch: Batch, rows: np.ndarray) -> Batch:
-    """These rows of every array. A copy, so that the global batch can be freed."""
+    """Copy these rows of every array, so that the global batch can be freed."""
     return {key: value[rows] for key, value in batch.items()}
 
 
 def pad_to(batch_size: int) -> Any:
-    """A short last batch is filled with all-zero rows: segment 0, loss_mask False."""
+    """Pad a short last batch with all-zero rows: segment 0, loss_mask False."""
     import grain
 
     return functools.partial(grain.experimental.batch_and_pad, batch_size=batch_size)
 
 
 def finite(batches: Any, limit: int | None) -> Iterator[Batch]:
-    """The first batches of a grain data set, at most `limit`; it is closed then."""
+    """Iterate over the first `limit` batches of a grain data set, then close it."""
     iterator = iter(batches)
     try:
         yield from itertools.islice(iterator, limit)
@@ -182,7 +182,7 @@ def _close(held: list[Any]) -> None:
 
 
 def _tuples(state: Any) -> Any:
-    """Lists back to tuples: grain compares slices with tuples, and JSON has only lists."""
+    """Convert lists back to tuples: grain compares slices with tuples, and JSON has only lists."""
     if isinstance(state, Mapping):
         return {key: _tuples(value) for key, value in state.items()}
     return tuple(_tuples(value) for value in state) if isinstance(state, list | tuple) else state

@@ -1,7 +1,7 @@
-"""Tasks whose answer is a label or a number: GLUE's, and one of the user's own.
+"""Tasks whose answer is a label or a number: GLUE's, and the user's.
 
-What a task is: which fields hold its texts and its answer, what its labels are in the order of
-their numbers, which metrics judge it, and where its data is.
+A task defines the fields of its texts and its answer, its labels in the order of their numbers, its
+metrics, and the place of its data.
 """
 
 import dataclasses
@@ -15,30 +15,31 @@ from ffn_heterogeneity.data.record_source import ClassName, DataError
 from ffn_heterogeneity.data.tasks.base import text_of, value_of
 from ffn_heterogeneity.wording import check_known, some
 
-# Of files that name their texts otherwise than the task does (GLUE's TSV files, published copies).
+# Field names of files that differ from the task's (GLUE's TSV files, published copies).
 _PAIR = ("sentence1", "sentence2")
 _COPY = ("text_a", "text_b")
 _ANSWERS = ("label", "Quality", "is_duplicate", "gold_label")
 _ENTAILMENT = ("entailment", "not_entailment")
-_LARGEST = 3.4028234663852886e38  # of float32, as batches hold targets
+_LARGEST = 3.4028234663852886e38  # of float32, the dtype of targets
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
 
 @dataclasses.dataclass(frozen=True)
 class LabelTask:
-    """One task.
+    """A task whose answer is a label or a number.
 
     Attributes:
-      name: in configs.
-      fields: names of the one or two texts; the first of these tuples that a file has is read.
-      labels: in the order of their numbers; (): the answer is a number.
-      metrics: the first decides which checkpoint is the best.
-      answer: names of the field with the answer, the first that a file has.
-      hub: `name:config` of the data set; "": it has none.
+      name: its name in configs.
+      fields: names of the one or two text fields; the first of these tuples that a file has is
+        used.
+      labels: labels in the order of their numbers; (): the answer is a number.
+      metrics: metrics of the task; the first selects the best checkpoint.
+      answer: possible names of the answer field; the first that a file has is used.
+      hub: `name:config` of the data set; "": none.
       validation: its held-out splits, by the name of the set.
-      rows: of the training split.
-      numbers: labels that the numbers 0, 1, ... of a file stand for, in any case; None: `labels`;
-        (): numbers are rejected.
+      rows: number of rows of the training split.
+      numbers: labels of the numbers 0, 1, ... in a file, in any case; None: `labels`; (): numbers
+        are rejected.
     """
 
     name: str
@@ -59,14 +60,14 @@ class LabelTask:
 
     @property
     def outputs(self) -> int:
-        """Numbers that a head has to make."""
+        """Number of outputs of the task's head."""
         return max(len(self.labels), 1)
 
     def texts(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        """The record's texts.
+        """Return the record's texts.
 
         Raises:
-          DataError: it has none of the task's fields, or no text in one.
+          DataError: none of the task's fields, or a field that is not a text.
         """
         for names in self.fields:
             if all(name in record for name in names):
@@ -82,16 +83,16 @@ class LabelTask:
         return next((name for name in self.answer if name in record), self.answer[0])
 
     def target_or_nan(self, record: Mapping[str, Any]) -> float:
-        """The target; NaN where a row has none: no field, nothing in it, -1 that is no label."""
+        """Return the target, or NaN for a row without one: no field, an empty one, or -1."""
         text = label_text(record.get(self.field(record)))
         hidden = text == "-1" and "-1" not in self.labels and not self.regression
         return math.nan if hidden or not text else self.target(record)
 
     def target(self, record: Mapping[str, Any]) -> int | float:
-        """The number of the record's label, or the number that is its answer.
+        """Return the number of the record's label, or its numeric answer.
 
         Raises:
-          DataError: there is no such field, or no answer in it.
+          DataError: no such field, or no answer in it.
         """
         field = self.field(record)
         value = value_of(record, field, object, "an answer")
@@ -101,7 +102,7 @@ class LabelTask:
 
 
 def label_text(value: Any) -> str:
-    """The label that a value names, as text: "1" of 1, 1.0, "1" and " 1.0 "; "" of null and NaN.
+    """Convert a value to a label's text: "1" for 1, 1.0, "1" and " 1.0 "; "" for null and NaN.
 
     Raises:
       DataError: a list or an object; half a surrogate pair.
@@ -116,8 +117,11 @@ def label_text(value: Any) -> str:
 
 @functools.lru_cache
 def _known(labels: tuple[str, ...], numbers: tuple[str, ...]) -> dict[Any, int]:
-    """The number of the label that a text names: the label itself, or a place in `numbers`, unless
-    labels are numbers themselves; and of `(text in lower case,)` where that is unambiguous."""
+    """{text: number of its label} for labels, and for indices of `numbers`.
+
+    Indices are omitted if labels are numbers.
+    Keys `(text in lower case,)` are included if unambiguous.
+    """
     exact = {name: i for i, name in enumerate(labels)}
     folded = {name.casefold(): i for name, i in exact.items()}
     known = {label_text(name): i for name, i in exact.items()} | exact
@@ -130,16 +134,16 @@ def _known(labels: tuple[str, ...], numbers: tuple[str, ...]) -> dict[Any, int]:
 
 
 def label_number(field: str, value: Any, labels: Sequence[str], numbers: Any = None) -> int:
-    """The number of the label that a value names; the value's JSON type does not matter.
+    """Return the number of the label that a value names; the value's JSON type does not matter.
 
-    A label with that text comes first: of the labels ("1", "2") the value 1 is the first. Without
-    one, a whole number is a place in `numbers` (True is 1).
+    A label with that text takes priority: with labels ("1", "2"), the value 1 is the first.
+    Otherwise, an integer is an index in `numbers` (True is 1).
 
     Args:
-      numbers: as of `LabelTask`.
+      numbers: as in `LabelTask`.
 
     Raises:
-      DataError: no label; -1 stands for an answer that is not published.
+      DataError: no label; or -1, which means that the answer is not published.
     """
     known = _known(tuple(labels), tuple(labels if numbers is None else numbers))
     text = label_text(value)
@@ -172,7 +176,7 @@ def _score(field: str, value: Any) -> float:
 def _glue(
     name: str, rows: int, fields, labels: tuple[str, ...], *metrics: str, **more
 ) -> LabelTask:
-    # Published copies name the two texts of any task alike.
+    # Published copies use the same two names for the texts of all tasks.
     if len(fields[0]) == 2:
         fields = tuple(dict.fromkeys((*fields, _PAIR, _COPY)))
     more = {"answer": _ANSWERS, "hub": f"nyu-mll/glue:{name}", "rows": rows} | more
@@ -199,21 +203,21 @@ TASKS = {
         _glue("mnli", 392_702, *_MNLI, validation=_MATCHED),
     )
 }
-# Of data of one's own: labels by name, or a number; fields and labels come from the config.
+# For the user's data: labels by name, or a number; fields and labels come from the config.
 OWN = ("labels", "regression")
 
 
 def with_labels(labels: Sequence[str]) -> LabelTask | None:
-    """The first of `TASKS` with these labels, in whatever order and case."""
+    """The first of `TASKS` with these labels, in any order and case."""
     names = sorted(name.casefold() for name in labels)
     return next((task for task in TASKS.values() if names and sorted(task.labels) == names), None)
 
 
 def get_task(name: str, fields: Sequence[str] = (), labels: Sequence[str] = ()) -> LabelTask:
-    """The task of that name, with fields, or labels, of the user's own where they are given.
+    """Return the task of that name, with the given fields or labels, if any.
 
     Raises:
-      DataError: there is none, or what it needs is not given.
+      DataError: an unknown task, or missing fields or labels.
     """
     check_known([name], (*TASKS, *OWN), "task", DataError)
     task = TASKS.get(name) or LabelTask(

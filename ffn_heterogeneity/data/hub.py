@@ -1,4 +1,4 @@
-"""Parquet files, and data sets of `datasets`: of the hub, stored or not, and saved folders."""
+"""Sources for parquet files and `datasets`: hub data sets (stored or streamed), saved folders."""
 
 import contextlib
 import itertools
@@ -14,8 +14,10 @@ from ffn_heterogeneity.wording import first_line, some
 
 
 class ParquetSource(Source):
-    """Rows of parquet files of the same columns, in any order and width of types; memory-mapped
-    where they are local."""
+    """Rows of parquet files with the same columns; local files are memory-mapped.
+
+    The order of columns and the width of types may differ.
+    """
 
     def __init__(self, paths: Sequence[str]):
         import pyarrow
@@ -32,7 +34,7 @@ class ParquetSource(Source):
                 tables.append(table)
                 self.class_names = _class_names(table.schema)
                 parts.append({(x, self.class_names.get(x)) for x in table.schema.names})
-            except Exception as error:  # whatever is wrong with its table or its metadata
+            except Exception as error:  # any error in its table or metadata
                 why = first_line(error)
                 raise DataError(f"{path}: not a readable parquet file ({why})") from error
         self.name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
@@ -56,7 +58,7 @@ class ParquetSource(Source):
 def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
     """The names of a table's ClassLabel columns, in the order of their numbers."""
     if b"huggingface" not in (schema.metadata or {}):
-        return {}  # where there is none the package is not needed
+        return {}  # without ClassLabel columns the package is not needed
     import datasets
 
     columns = datasets.Features.from_arrow_schema(schema).items()
@@ -64,8 +66,10 @@ def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
 
 
 class HubSource(Source):
-    """One split of a data set of `datasets` (memory-mapped): of the hub by its name, cached, or a
-    folder that `is_saved`, which may be one split itself."""
+    """One split of a memory-mapped `datasets` data set.
+
+    It is a hub data set (by name, cached), or a saved folder (`is_saved`), which may be one split.
+    """
 
     def __init__(self, name: str, split: str, revision: str | None = None):
         import datasets
@@ -78,7 +82,7 @@ class HubSource(Source):
                 self._data = datasets.load_dataset(
                     repository, config or None, split=split, revision=revision
                 )
-        # Decoded, an image would be opened wherever it is; a saved format may give tensors.
+        # Decoding would open image files from any path; a saved format may return tensors.
         self._data = self._data.with_format("arrow")
         self.class_names = _class_names(self._data.features.arrow_schema)
         if not len(self):
@@ -98,10 +102,10 @@ class HubSource(Source):
 
 
 class HubStream(Source):
-    """One split of a data set of the hub, read as it comes and never stored.
+    """One split of a hub data set, streamed without storing it.
 
     Attributes:
-      rows: how many there are; None where the data set does not say.
+      rows: number of rows; None if the data set does not specify it.
     """
 
     def __init__(self, name: str, split: str, revision: str | None = None):
@@ -119,10 +123,10 @@ class HubStream(Source):
         self._split, self._at = split, math.inf
 
     def read(self, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
-        """Rows [start, stop), as far as there are. To go on is cheap, to go back is not."""
+        """Rows [start, stop), if they exist. Reading on is cheap, going back is not."""
         if start < self._at:
             self._rows, self._at = iter(self._data), 0
-        before, self._at = self._at, math.inf  # begun anew where this is not read to its end
+        before, self._at = self._at, math.inf  # restarted if this is not read to its end
         with hub_errors(self.name, self._split):
             yield from itertools.islice(self._rows, start - before, stop - before)
         self._at = stop
@@ -130,13 +134,13 @@ class HubStream(Source):
 
 @contextlib.contextmanager
 def hub_errors(name: str, split: str) -> Iterator[None]:
-    """Whatever goes wrong in `datasets` (network, names, formats) has one way out."""
+    """Convert all errors of `datasets` (network, names, formats) to one message with a solution."""
     try:
         with _offline_without_network():
             yield
     except Exception as error:
         raise DataError(
-            f"{name!r} is no local file, and the hub did not give its split {split!r} "
+            f"{name!r} is not a local file, and the hub did not return its split {split!r} "
             f"({type(error).__name__}: {first_line(error)}); try again, or give a local .jsonl, "
             ".parquet or .txt file"
         ) from error
@@ -147,7 +151,7 @@ def _saved(path: str, split: str) -> Any:
 
     try:
         data = datasets.load_from_disk(path)
-    except Exception as error:  # whatever is wrong with its files
+    except Exception as error:  # any error in its files
         raise DataError(
             f"{path}: not a readable data set of save_to_disk ({type(error).__name__}: "
             f"{first_line(error)})"
@@ -164,9 +168,10 @@ def _saved(path: str, split: str) -> Any:
 
 @contextlib.contextmanager
 def _offline_without_network() -> Iterator[None]:
-    """Without a network the hub's client retries for 25 s: tell it at once (the cache still works).
+    """Set offline mode if there is no network: the hub's client would retry for 25 s.
 
-    Behind a proxy names may not resolve here though the hub can be reached: nothing is done then.
+    The cache still works. With a proxy nothing is done, because names may not resolve here although
+    the hub can be reached.
     """
     import datasets
     import huggingface_hub

@@ -1,8 +1,7 @@
-"""Rows with answers: read from JSONL, CSV or the hub, tokenised, drawn into batches of few lengths.
+"""Labeled rows: read from JSONL, CSV or the hub, tokenized, and batched with few lengths.
 
-A batch has one length, the smallest of the run's that holds its longest row; or, of rows that
-stand together, the fullest of what they share. Which rows a batch has the seed and the step decide,
-and no length does.
+A batch's length is the smallest of the run's lengths that holds its longest row (or its longest
+packed row). The rows of a batch depend only on the seed and the step, not on lengths.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from ffn_heterogeneity.data.sources import DataError, Source, open_source, read_
 from ffn_heterogeneity.wording import check_number, naming, settings_of
 
 Batch = dict[str, np.ndarray]
-# Of the draw of a part of the rows, beside the seed; of a held-out part, whatever the seed.
+# Seeds for drawing a part of the rows (with the run's seed), and a held-out part (without it).
 _PART, _HELD_OUT = 0xF4AC, 0x4E1D
 
 
@@ -29,12 +28,12 @@ class LabelSettings:
 
     Attributes:
       task: a name of `glue.TASKS`, "labels" or "regression".
-      path: as `open_source` takes it, but text; "": the task's.
-      validation_path: of held-out rows, or of several sets, "<set>=<path>,<set>=<path>"; "": the
-        task's where `path` is, else a part of the rows.
-      test_path: rows that are measured once, at the end, on the exported weights; "": none.
-      validation_fraction: that part.
-      fraction: of the training rows, the part that is trained on; drawn by the seed.
+      path: as for `open_source`, except text files; "": the task's data set.
+      validation_path: held-out rows, or several sets, "<set>=<path>,<set>=<path>"; "": the task's
+        if `path` is empty, else a part of the rows.
+      test_path: rows that are evaluated once, at the end, with the exported weights; "": none.
+      validation_fraction: share of the rows that is held out.
+      fraction: share of the training rows that is used, drawn with the seed.
     """
 
     task: str
@@ -55,10 +54,10 @@ class Form:
     """The form in which a model reads a row.
 
     Attributes:
-      encoder: whether it is one; see `encode_texts`.
-      padding_id: what other libraries pad rows with.
-      most: tokens of a row.
-      as_made: rows are what the tokenizer makes of a text or a pair, of a decoder too.
+      encoder: whether the model is an encoder; see `encode_texts`.
+      padding_id: id with which other libraries pad rows.
+      most: maximum number of tokens of a row.
+      as_made: use the tokenizer's output for a text or a pair unchanged, also for a decoder.
     """
 
     encoder: bool
@@ -69,12 +68,12 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """Tokenised rows.
+    """Tokenized rows.
 
     Attributes:
-      ids, types: int32, one array a row; `types` tells the second text of an encoder's row (1).
-      targets: numbers of labels, or numbers; NaN where there is no answer.
-      cut: how many rows were too long.
+      ids, types: int32, one array per row; `types` is 1 for the second text of an encoder's row.
+      targets: numbers of labels, or numbers; NaN without an answer.
+      cut: number of rows that were too long.
     """
 
     ids: list[np.ndarray]
@@ -87,15 +86,15 @@ class Encoded:
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a row, special ones included."""
+        """Mean number of tokens per row, including special ones."""
         return float(np.mean([len(row) for row in self.ids]))
 
 
 def open_rows(path: str, split: str = "train") -> Source:
-    """The records of a file, or of a split of a hub data set; classes by their names.
+    """Open the records of a file or of a hub data set's split, with class names.
 
     Raises:
-      DataError: as `open_source`; text without fields.
+      DataError: as `open_source`; a plain text file.
     """
     source = open_source(path, split=split)
     if source.running_text:
@@ -105,10 +104,10 @@ def open_rows(path: str, split: str = "train") -> Source:
 
 
 def steps_of(data: Mapping[str, Any], epochs: float, batch_size: int) -> int:
-    """Steps of so many passes over the rows that train.
+    """Number of optimizer steps in `epochs` passes over the training rows.
 
     Raises:
-      ValueError: no number of epochs, or data that cannot be read.
+      ValueError: an invalid number of epochs, or unreadable data.
     """
     settings = settings_of(LabelSettings, data)
     check_number("without --config.steps, epochs", epochs, "(0, inf)")
@@ -121,8 +120,11 @@ def steps_of(data: Mapping[str, Any], epochs: float, batch_size: int) -> int:
 
 
 def constant_loss(task: LabelTask, targets: np.ndarray) -> float:
-    """The least loss of one answer for all rows: the entropy of the labels' shares (ln 3 of three
-    alike), or the variance of the numbers."""
+    """Smallest loss of a constant prediction.
+
+    It is the entropy of the label frequencies (ln 3 for three equally frequent labels), or the
+    variance of the numbers.
+    """
     if task.regression:
         return float(np.var(targets))
     shares = np.unique(targets, return_counts=True)[1] / len(targets)
@@ -130,8 +132,10 @@ def constant_loss(task: LabelTask, targets: np.ndarray) -> float:
 
 
 def found_labels(source: Source, field: str = "label") -> tuple[str, ...]:
-    """The labels of a file: its class names in their order, or the texts in the field, in order:
-    numbers by size, then by letters."""
+    """Labels of a file: its class names in order, or the sorted texts of the field.
+
+    Numbers are sorted by value and come before other texts.
+    """
     if field in source.class_names:
         return source.class_names[field]
     values = {*read_each(source, lambda row: label_text(row.get(field)))} - {""}
@@ -144,14 +148,14 @@ def found_labels(source: Source, field: str = "label") -> tuple[str, ...]:
 def encode_rows(
     task: LabelTask, source: Source, tokenizer: Any, form: Form, labelled: bool = True
 ) -> Encoded:
-    """All rows of a source.
+    """Tokenize all rows of a source.
 
     Args:
       form: see `encode_texts`.
-      labelled: whether there are answers to be read.
+      labelled: whether to read answers.
 
     Raises:
-      DataError: names the file and row.
+      DataError: an invalid row; the message names the file and row.
     """
     texts = list(read_each(source, task.texts))
     targets = list(read_each(source, task.target)) if labelled else [math.nan] * len(texts)
@@ -163,17 +167,16 @@ def encode_rows(
 def encode_texts(
     tokenizer: Any, texts: Sequence[tuple[str, ...]], form: Form
 ) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """(ids, token types, rows cut) of rows of one text or two.
+    """Tokenize rows of one or two texts: (ids, token types, number of cut rows).
 
-    An encoder reads them as its tokenizer joins them, [CLS] a [SEP] b [SEP] of BERT. A decoder
-    reads [ours] bos (where there is one), a, a newline and b, and no eos: its last token is pooled;
-    with `form.as_made`, what its tokenizer makes.
-    Of a row that is too long the longer text is cut first, as `longest_first` of the tokenizers
-    library does.
+    For an encoder the tokenizer joins them, e.g. [CLS] a [SEP] b [SEP] for BERT. A decoder reads
+    [ours] bos (if there is one), a, a newline and b, without eos: its last token is pooled. With
+    `form.as_made`, the tokenizer's output is used. In a row that is too long the longer text is cut
+    first, like `longest_first` of the tokenizers library.
 
     Raises:
-      DataError: a row of a decoder that ends with the padding token, which other libraries would
-        take for padding; an empty row.
+      DataError: a decoder's row that ends with the padding token, which other libraries would
+        ignore as padding; an empty row.
     """
     rows, kinds, cut, encoder = [], [], 0, form.encoder
     as_made = encoder or form.as_made
@@ -183,7 +186,7 @@ def encode_texts(
         keep = kept_places(parts, form.most - len(first))
         cut += not keep.all()
         ids, types = np.concatenate([first, ids[keep]]).astype(np.int32), types[keep]
-        if form.as_made and not encoder:  # transformers pools the last token that is no padding
+        if form.as_made and not encoder:  # transformers pools the last token before padding
             real = np.flatnonzero(ids != form.padding_id)
             ids, types = (part[: real[-1] + 1 if len(real) else 0] for part in (ids, types))
         if not len(ids) or (not encoder and ids[-1] == form.padding_id):
@@ -195,7 +198,7 @@ def encode_texts(
 
 
 def _encodings(tokenizer: Any, texts: Sequence[tuple[str, ...]], as_made: bool) -> Iterator[tuple]:
-    """(ids, types, which text each token is of: 0, 1, or -1 for what stays) of every row."""
+    """(ids, types, text index of each token: 0, 1, or -1 for special tokens) of every row."""
     plain = {"padding": False, "truncation": False, "return_attention_mask": False}
     if as_made:
         pairs = [text[1] for text in texts] if texts and len(texts[0]) > 1 else None
@@ -214,7 +217,7 @@ def _encodings(tokenizer: Any, texts: Sequence[tuple[str, ...]], as_made: bool) 
 
 
 def kept_places(parts: np.ndarray, most: int) -> np.ndarray:
-    """The tokens of a row that stay, bool: at most `most`, the longer text's end cut first."""
+    """Mask of the tokens of a row to keep: at most `most`, the longer text's end is cut first."""
     lengths = [int(np.sum(parts == part)) for part in (0, 1)]
     room = max(most - int(np.sum(parts < 0)), 0)
     short, long = sorted(lengths)
@@ -230,18 +233,18 @@ def kept_places(parts: np.ndarray, most: int) -> np.ndarray:
 
 
 def length_for(lengths: Sequence[int], longest: int) -> int:
-    """The smallest length that holds the longest row; the last one where rows were cut."""
+    """Smallest length that holds the longest row; the last length if rows were cut."""
     return next((length for length in sorted(lengths) if longest <= length), max(lengths))
 
 
 def batch_of(
     data: Encoded, chosen: Sequence[int], lengths: Sequence[int], size: int, together: int = 1
 ) -> Batch:
-    """[size, length] of the rows chosen; places that are left are 0 and count nowhere.
+    """Batch [size, length] of the chosen rows; unused positions are 0 and have no effect.
 
     Args:
-      together: so many rows share as many rows of the batch, one after another, in segments 1, 2,
-        ...; "target" and "valid" [size] are in the order of rows and segments.
+      together: maximum number of packed rows per row of the batch, in segments 1, 2, ...; "target"
+        and "valid" [size] are in the order of rows and segments.
     """
     groups = shared_rows([len(data.ids[row]) for row in chosen], size // together, together)
     fullest = max(sum(len(data.ids[chosen[place]]) for place in group) for group in groups)
@@ -263,9 +266,9 @@ def batch_of(
 
 
 def shared_rows(lengths: Sequence[int], groups: int, together: int) -> list[list[int]]:
-    """Groups of rows that stand together, by their places: at most `together` each, filled alike.
+    """Groups of packed rows (their indices), at most `together` each, with balanced lengths.
 
-    The longest first, each to the group that has the fewest tokens and room.
+    Each row, longest first, goes to the group with the fewest tokens that has room.
     """
     if together == 1:
         return [[place] for place in range(len(lengths))]
@@ -281,10 +284,10 @@ def shared_rows(lengths: Sequence[int], groups: int, together: int) -> list[list
 
 @dataclasses.dataclass(eq=False)
 class Shuffled:
-    """Training batches: every epoch the rows in a new order, one epoch running into the next.
+    """Iterator over training batches in a new order every epoch; batches may span two epochs.
 
-    The order is that of (seed, epoch), in every process; `rows` are the rows of a global batch that
-    this one feeds. The state is the step.
+    The order depends on (seed, epoch) and is the same in every process; `rows` are the rows of a
+    global batch that this process feeds. The state is the step.
     """
 
     data: Encoded
@@ -313,13 +316,13 @@ class Shuffled:
         self.step = int(state["step"])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no files or threads are open."""
 
 
 def in_order_of_length(
     data: Encoded, size: int, lengths: Sequence[int], together: int = 1
 ) -> Iterator[tuple[list[int], Batch]]:
-    """(row numbers, batch) of all rows once, those of like length together: less padding."""
+    """Iterate once over all rows as (row numbers, batch), sorted by length to reduce padding."""
     order = np.argsort([len(row) for row in data.ids], kind="stable").tolist()
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
@@ -327,7 +330,7 @@ def in_order_of_length(
 
 
 def part_of(count: int, fraction: float, seed: int) -> np.ndarray:
-    """Row numbers of a part of the rows, in their order: the first of a drawn order."""
+    """Sorted row numbers of a random part of the rows."""
     if fraction == 1:
         return np.arange(count)
     order = np.random.default_rng([seed, _PART]).permutation(count)
@@ -335,20 +338,20 @@ def part_of(count: int, fraction: float, seed: int) -> np.ndarray:
 
 
 def held_out_part(count: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """(rows that train, rows held out), the same whatever the seed."""
+    """(training rows, held-out rows), independent of the seed."""
     order = np.random.default_rng(_HELD_OUT).permutation(count)
     many = round(count * fraction)
     return np.sort(order[many:]), np.sort(order[:many])
 
 
 def chosen_rows(data: Encoded, rows: Sequence[int]) -> Encoded:
-    """A part of the rows, by their numbers."""
+    """Select rows by their numbers."""
     ids, types = ([kind[row] for row in rows] for kind in (data.ids, data.types))
     return dataclasses.replace(data, ids=ids, types=types, targets=data.targets[np.asarray(rows)])
 
 
 def named_paths(text: str, name: str = "validation") -> dict[str, str]:
-    """`{set: path}` of "<set>=<path>,<set>=<path>", or of one path: what exists is one."""
+    """Parse "<set>=<path>,<set>=<path>" or one path to `{set: path}`; an existing path is one."""
     parts = [part.partition("=") for part in text.split(",")]
     named = all(mark and label.isidentifier() for label, mark, _ in parts)
     if not named or epath.Path(os.path.expanduser(text)).exists():

@@ -1,9 +1,9 @@
-"""Records that are not rows of one file: rows that hold several examples, and mixtures of tasks.
+"""Sources of rows with several examples, and of mixtures of tasks.
 
-A mixture draws from its members in fixed proportions: in every stretch of as many draws as the
-weights sum up to, a member gets exactly its weight, evenly spread. A member whose examples are as
-many as its weight is thus read once in such a stretch; a smaller one starts again, in a new order.
-Draw k is a function of k and the seed alone, so a place in the stream is still one number.
+A mixture draws from its members in fixed proportions: in every cycle of sum(weights) draws, a
+member gets exactly its weight, evenly spread. So a member with as many examples as its weight is
+read once per cycle; a smaller one starts again, in a new order. Draw k is a function of k and the
+seed, so a position in the stream is still one number.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class ExpandedSource(ListSource):
-    """The records of a source whose rows hold several, in memory.
+    """The records of a source whose rows contain several records, in memory.
 
-    `groups`: for every record the row it comes from, [len(self)]; held-out data are whole rows, so
-    that no passage is in both parts.
+    `groups`: the row of every record, [len(self)]. Whole rows are held out, so that no passage is
+    in both parts.
     """
 
     def __init__(self, source: Source, name: str, expand: Expand, training: bool = True):
@@ -48,7 +48,7 @@ class ExpandedSource(ListSource):
 
 
 class Part(NamedTuple):
-    """A member of a mixture: its source, and where its records stand in the whole."""
+    """A member of a mixture: its source, and the range of its records in the mixture."""
 
     task: str
     weight: int
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 
 class MixedSource(Source):
-    """The members' sources end to end; record i is `{"member": task, "record": ...}`."""
+    """Concatenated sources of the members; record i is `{"member": task, "record": ...}`."""
 
     def __init__(self, name: str, members: Sequence[tuple[str, int, Source]]):
         self.name, self.parts = name, []
@@ -82,7 +82,7 @@ class MixedSource(Source):
         return part.source.where(index - part.start)
 
     def shares(self, rows: Sequence[int]) -> list[np.ndarray]:
-        """Those of `rows` that each member owns."""
+        """Split `rows` by member."""
         numbers = np.asarray(rows)
         return [numbers[(numbers >= part.start) & (numbers < part.stop)] for part in self.parts]
 
@@ -91,10 +91,10 @@ class MixedSource(Source):
 
 
 class EvenDraws:
-    """Draw k -> (member, its how-manieth draw), exactly in proportion to whole weights.
+    """Maps draw k to (member, index of the member's draw), exactly in proportion to the weights.
 
-    Draw j of a member of weight w is put at (j + 1/2) / w of the stretch [0, 1); the draws of all
-    members in this order are one stretch of sum(weights), which repeats.
+    Draw j of a member of weight w is placed at (j + 1/2) / w in [0, 1); the draws of all members in
+    this order are one cycle of sum(weights) draws, which repeats.
     """
 
     def __init__(self, weights: Sequence[int]):
@@ -106,7 +106,7 @@ class EvenDraws:
         self._members, self._turns = members[order], turns[order]
 
     def __len__(self) -> int:
-        return 2**62  # for ever: grain counts what is left
+        return 2**62  # infinite: grain counts the remaining records
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         stretch, place = divmod(index, len(self._members))
@@ -122,17 +122,17 @@ def open_task(
     left_out: Sequence[str] = (),
     **opened: Any,
 ) -> Source:
-    """The records of a task, one example each.
+    """Open the records of a task, one example each.
 
     Args:
-      task, path, split: as in `DataConfig`. Of a mixture `path` is the root that has a folder for
+      task, path, split: as in `DataConfig`. For a mixture `path` is the root that has a folder for
         every member with `<split>.jsonl` or `.parquet`; "" takes the members from the hub.
-      left_out: options whose members stay away ("with_dpr").
+      left_out: options whose members are excluded ("with_dpr").
       opened: further arguments of `open_source`.
 
     Raises:
-      DataError: as `open_source`; a member without a file names the places looked at, and the
-        option that leaves it out if there is one.
+      DataError: as `open_source`; a member without a file: the message names the searched paths,
+        and the option that excludes the member, if there is one.
     """
     if task.members:
         members = [member for member in task.members if member.option not in left_out]
@@ -149,10 +149,10 @@ def open_task(
 
 
 def place_of(task: Task, path: str) -> str:
-    """The path, or the task's own data set of the hub ("" of a mixture's members).
+    """Return the path, by default the task's hub data set ("" for a mixture's members).
 
     Raises:
-      DataError: there is neither.
+      DataError: neither exists.
     """
     if not (path or task.hub or task.members):
         raise DataError(f"task {task.name!r} needs a path: --config.data.path=<file or hub name>")
@@ -160,10 +160,10 @@ def place_of(task: Task, path: str) -> str:
 
 
 def mixed_records(source: MixedSource, subset: Subset, seeds: Sequence[int] | None) -> Any:
-    """An endless grain `MapDataset` that draws from the members' shares of `subset`.
+    """An infinite grain `MapDataset` that draws from the members' parts of `subset`.
 
     Args:
-      seeds: of every member's order, which is new in each pass; None keeps the files' order.
+      seeds: seeds of the members' orders, which are new in each pass; None keeps the files' order.
     """
     import grain
 
@@ -185,13 +185,13 @@ class TaskQuestion:
 
 
 def questions(task: Task, source: Source) -> list[TaskQuestion]:
-    """Every question of a file, once, for the metrics that the task names.
+    """List every question of a file, once, for the task's metrics.
 
     Args:
-      source: of the file's rows as they are (`open_source`).
+      source: source of the file's raw rows (`open_source`).
 
     Raises:
-      DataError: a row that cannot be read, or a mixture (ask its members one by one).
+      DataError: an unreadable row, or a mixture (use its members one by one).
     """
     if task.members:
         names = ", ".join(member.task for member in task.members)
@@ -208,10 +208,10 @@ def questions(task: Task, source: Source) -> list[TaskQuestion]:
 
 
 def member_file(root: str | Sequence[str], member: MixedTask, split: str) -> str:
-    """The file of a split in the task's folder under `root`, whatever the two are called there.
+    """Find the file of a split in the task's folder under `root`, under any of their known names.
 
     Raises:
-      DataError: `root` is no directory, or there is no such file; the message names the places.
+      DataError: `root` is not a directory, or no such file; the message names the searched paths.
     """
     if not isinstance(root, str) or not epath.Path(root).is_dir():
         raise DataError(f"{root}: a mixture's path is a directory with a folder for every task")
@@ -231,7 +231,7 @@ def member_file(root: str | Sequence[str], member: MixedTask, split: str) -> str
 
 
 def report_sizes(source: MixedSource) -> None:
-    """Says which members repeat or are cut short, as the weights are fixed."""
+    """Log which members repeat or are not read completely, because the weights are fixed."""
     other = [part for part in source.parts if len(part.source) != part.weight]
     if other:
         sizes = ", ".join(f"{part.task} {len(part.source)} of {part.weight}" for part in other)

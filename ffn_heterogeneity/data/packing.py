@@ -1,18 +1,17 @@
-"""Examples to rows: tokens, shifted targets, loss mask, segments and positions.
+"""Packing of examples into rows: tokens, shifted targets, loss mask, segments and positions.
 
-One example becomes token ids `[bos] prompt target [eos]` and then one element of three equal
-arrays: `tokens = ids[:-1]`, `targets = ids[1:]`, and `loss_mask`, true where the TARGET belongs to
-the response (its eos included); of a conversation, to one of the assistant's turns. Because the
-shift is made here, inside one document, no packing can make a target cross documents; the last id
-of a document is a target only, never an input, so no slot is spent on a
-position that predicts nothing.
+One example becomes token ids `[bos] prompt target [eos]` and then three arrays of equal length:
+`tokens = ids[:-1]`, `targets = ids[1:]`, and `loss_mask`, which is true if the TARGET belongs to
+the response (including its eos); in a conversation, to one of the assistant's turns. The shift is
+done here, inside one document, so packing cannot make a target cross documents. The last id of a
+document is only a target, never an input, so no position is wasted.
 
-Prompt and target are tokenised apart, so no token spans the boundary and the mask is exact. The
-target is encoded as a continuation: a tokenizer that puts a space before every text (SentencePiece
-with a dummy prefix: Llama 1 and 2) would otherwise insert one in the middle of the example.
+Prompt and target are tokenized separately, so no token spans the boundary and the mask is exact.
+The target is encoded as a continuation: a tokenizer that adds a space before every text
+(SentencePiece with a dummy prefix: Llama 1 and 2) would otherwise insert one inside the example.
 
-Rows are packed by grain: running text by `ConcatThenSplitIterDataset` (documents end to end, a
-document goes on in the next row), examples by `FirstFitPackIterDataset` (whole in one row).
+Rows are packed by grain: running text by `ConcatThenSplitIterDataset` (documents are concatenated
+and may continue in the next row), examples by `FirstFitPackIterDataset` (each within one row).
 """
 
 import dataclasses
@@ -30,8 +29,8 @@ from ffn_heterogeneity.wording import check_choice, naming
 
 BOS_POLICIES = ("auto", "segment", "document", "none")
 CHAT_TEMPLATES = ("auto", "tokenizer", "tulu")
-# More open rows than a batch has let small examples fill the gaps: GSM8K at T = 512 goes from 82%
-# (16 rows) to 87% (64) and 89% (256).
+# With more open rows than a batch has, small examples fill the gaps: the used share of GSM8K's
+# positions at T = 512 increases from 82% (16 rows) to 87% (64) and 89% (256).
 MIN_OPEN_ROWS = 64
 
 _log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class Counts:
     loss_tokens: int = 0
 
     def add_problem(self, source: str, name: str, meaning: str) -> None:
-        """Counts one and says so at 1, 10, 100, ...: never silent, never a flood."""
+        """Count a problem, and log it at counts 1, 10, 100, ..."""
         count = getattr(self, name) + 1
         setattr(self, name, count)
         if str(count).rstrip("0") == "1":
@@ -61,27 +60,27 @@ class Counts:
 
 
 class Encoder:
-    """Examples to ids under a bos and eos policy.
+    """Encoder of examples to ids with a bos and eos policy.
 
     Args:
       tokenizer: `transformers`-like (`encode(text, add_special_tokens=False)`, `bos_token_id`,
         `eos_token_id`).
-      bos: "segment": first in every segment of a row, also where a document goes on after a cut
-        (there it takes the place of the input whose target closed the previous row, so every token
+      bos: "segment": first in every segment of a row, also if a document continues after a cut
+        (there it replaces the input whose target was the last of the previous row, so every token
         is still predicted exactly once); "document": only at the start of a document; "none";
         "auto": "segment" if the tokenizer has a bos, else "none".
       eos: whether the tokenizer's eos, if it has one, ends every document.
-      chat_template: how conversations are written, see `tasks/messages.py`.
+      chat_template: form of conversations, see `tasks/messages.py`.
       append: a string that ends every document, before its eos; part of the response.
-      loss_on_prompt: whether prompts are in the loss as well.
+      loss_on_prompt: whether prompts are in the loss too.
       template_date: see `templates.render_template`.
 
     Attributes:
-      invites: whether the template writes the header of the assistant's turn as an invitation;
-        None: not known yet (`tasks/messages.py`).
+      invites: whether the template supports `add_generation_prompt`; None: not known yet
+        (`tasks/messages.py`).
 
     Raises:
-      DataError: unknown policy, no date, or bos asked for from a tokenizer that has none.
+      DataError: unknown policy, an invalid date, or a bos policy for a tokenizer without bos.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Encoder:
         self._adds_space = after_newline != encode(tokenizer, "a")
 
     def ids(self, example: Example) -> tuple[list[int], int]:
-        """The ids of a whole example, and how many of them come before the response."""
+        """Return the ids of a whole example, and the number of ids before the response."""
         before = encode(self.tokenizer, example.prompt)
         if self.bos_id is not None and (example.starts or self.bos == "segment"):
             before = [self.bos_id, *before]
@@ -128,9 +127,9 @@ class Encoder:
         return before + response, len(before)
 
     def continuation(self, text: str) -> list[int] | None:
-        """Ids of a text that follows another one: encoded after a newline, which is cut off.
+        """Ids of a text that follows another one: encoded after a newline, which is removed.
 
-        None where that is no other than encoding it alone, or cannot be told.
+        None if that is the same as encoding it alone, or cannot be determined.
         """
         if not self._adds_space:
             return None
@@ -140,12 +139,12 @@ class Encoder:
 
 @dataclasses.dataclass
 class ExampleReader:
-    """grain flat map: one record -> no, one or several elements `{tokens, targets, loss_mask}`.
+    """Grain flat map: one record -> zero or more elements `{tokens, targets, loss_mask}`.
 
-    A record that its task cannot read is an error naming its place, or with `skip_bad` dropped,
-    counted and warned about. An empty document, and an example
-    whose prompt fills the row so that no response token is left, are dropped, counted and warned
-    about; if nothing is left of all `total` records, that is an error.
+    For a record that the task cannot read it raises an error with the place, or with `skip_bad`
+    drops and counts it with a warning. Empty documents, and examples whose prompt fills the row
+    without a response token, are also dropped and counted with a warning. If nothing remains of all
+    `total` records, that is an error.
     """
 
     task: Task
@@ -158,11 +157,11 @@ class ExampleReader:
     skip_bad: bool = False
     vocab_size: int | None = None
     counts: Counts = dataclasses.field(default_factory=Counts)
-    # Rows, so that reading one again does not count twice.
+    # Row numbers, so that a row is not counted twice if it is read again.
     _dropped: set[int] = dataclasses.field(default_factory=set)
-    _where: str = ""  # the record that is being read
+    _where: str = ""  # the current record
 
-    max_fan_out: ClassVar[int] = 1  # asked for by grain's random-access form only
+    max_fan_out: ClassVar[int] = 1  # needed only by grain's random-access form
 
     def flat_map(self, item: Mapping[str, Any]) -> Sequence[dict[str, np.ndarray]]:
         self.counts.documents += 1
@@ -170,7 +169,7 @@ class ExampleReader:
         if element is None:
             if not self.counts.kept:
                 self._dropped.add(item["row"])
-            # Otherwise a stream that repeats without end would search for a first token forever.
+            # Otherwise an infinite stream would search for a first token forever.
             if len(self._dropped) >= self.total:
                 raise self._nothing_left()
             return []
@@ -230,10 +229,10 @@ class ExampleReader:
 
 
 def unknown_token(ids: Any, vocab_size: int | None, tokenizer: Any) -> str | None:
-    """Describe the token of ids [...] that the model has no embedding for; None if it has all.
+    """Describe a token of ids [...] that the model has no embedding for; None if it has all.
 
     Args:
-      vocab_size: None: of any size.
+      vocab_size: the model's vocabulary size; None: unlimited.
     """
     largest = int(np.max(ids))
     if vocab_size is None or largest < vocab_size:
@@ -247,13 +246,13 @@ def unknown_token(ids: Any, vocab_size: int | None, tokenizer: Any) -> str | Non
 def read_example(
     task: Task, fields: Fields, source: Source, row: int, record: Mapping[str, Any]
 ) -> Any:
-    """`task.example`, whose errors then name the file and row."""
+    """Call `task.example`; its errors then name the file and row."""
     with named_place(source, row):
         return task.example(record, fields)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text, no special tokens; without the length warning, which rows make untrue."""
+    """Ids of a text without special tokens, and without the length warning (rows cut texts)."""
     if not text:
         return []
     quiet = {"verbose": False} if hasattr(tokenizer, "model_max_length") else {}
@@ -270,7 +269,7 @@ def shift(ids: Sequence[int], scored: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def last_scored(scored: Sequence[bool]) -> int:
-    """The number of ids up to the last one in the loss; 0: none is."""
+    """Number of ids up to the last one in the loss; 0 if none is."""
     places = np.flatnonzero(scored[1:])  # the first id is never predicted
     return int(places[-1]) + 2 if len(places) else 0
 
@@ -278,7 +277,7 @@ def last_scored(scored: Sequence[bool]) -> int:
 def split_pieces(
     element: Mapping[str, np.ndarray], seq_len: int, encoder: Encoder
 ) -> list[dict[str, np.ndarray]]:
-    """A long document as rows of its own (packing off), with the same bos rule as grain's split."""
+    """Split a long document into separate rows (packing off), with the same bos rule as grain."""
     pieces = []
     for start in range(0, len(element["tokens"]), seq_len):
         piece = {key: value[start : start + seq_len] for key, value in element.items()}
@@ -290,11 +289,11 @@ def split_pieces(
 
 
 def pack(dataset: Any, task: Task, encoder: Encoder, seq_len: int, **first_fit: Any) -> Any:
-    """Packs a grain `IterDataset` of elements into one of rows with the five batch keys, [T] each.
+    """Pack a grain `IterDataset` of elements into one of rows with the five batch keys, [T] each.
 
     Args:
-      first_fit: `packing` (off: one segment a row), `open_rows`, and `seed` (rows of a round leave
-        in shuffled order, because first fit leaves the emptiest for the end; None keeps order).
+      first_fit: `packing` (off: one segment per row), `open_rows`, and `seed` (shuffles the rows of
+        a round, because first fit returns the emptiest last; None keeps the order).
     """
     import grain
 

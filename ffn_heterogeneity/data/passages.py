@@ -6,7 +6,7 @@ PASSAGE_CHARS = 16_384
 
 
 def passages(text: str, size: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of the passages of at most `size` characters that a text is cut into."""
+    """Cut a text into passages of at most `size` characters: their (start, end)."""
     start = 0
     while start < len(text):
         end = _passage_end(text, start, size)
@@ -15,8 +15,10 @@ def passages(text: str, size: int) -> Iterator[tuple[int, int]]:
 
 
 def streamed(parts: Iterable[str], size: int) -> Iterator[tuple[str, bool, bool]]:
-    """(passage, whether it starts the text, whether it ends it), as `passages` cuts the text that
-    the parts are; no more than a part and a passage of it is held."""
+    """Cut a text given in parts as `passages` does: (passage, is first, is last).
+
+    Memory holds at most one part and one passage.
+    """
     rest, starts = "", True
     for part in parts:
         rest, at = rest + part, 0
@@ -36,6 +38,6 @@ def _passage_end(text: str, start: int, size: int) -> int:
     for separator in ("\n\n", "\n", " "):
         found = text.rfind(separator, start + size // 2, end)
         if found >= 0:
-            # A space goes with the word after it, as tokenizers have it; line ends stay behind.
+            # A space belongs to the word after it, as in tokenizers; line ends to the text before.
             return max(found + (0 if separator == " " else len(separator)), start + 1)
     return end

@@ -1,10 +1,10 @@
-"""The input pipeline: records in a seeded order, tokenised, packed and batched in a background
-thread, resumable to the very next batch (grain).
+"""The input pipeline: shuffles, tokenizes, packs and batches records in a background thread.
 
-Order of things: records -> this epoch's shuffle -> next epoch -> tokenise -> pack -> global batch
--> this process's rows of it. Nothing is tokenised before it is needed. All but the last step is the
-same in every process, so the stream of tokens is the same on any number of them, and a run may go
-on with another number. Validation: the same, one pass over the held-out records in order.
+It is based on grain and can be resumed at the exact batch. Steps: records -> shuffle of this epoch
+-> next epoch -> tokenize -> pack -> global batch -> this process's rows. Tokenization is lazy. All
+steps except the last are the same in every process, so the stream of tokens does not depend on the
+number of processes, and a run may be resumed with another number. Validation is the same, with one
+pass over the held-out records in order.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from ffn_heterogeneity.data.token_pipeline import TokenPipeline
 from ffn_heterogeneity.data.weighted import WeightedPipeline, parse_mixture
 from ffn_heterogeneity.wording import check_number, check_numbers
 
-# The held-out records depend on the data alone, so runs with other seeds can be compared.
+# The held-out records depend only on the data, so runs with different seeds can be compared.
 SPLIT_SEED = 0
 
 
@@ -66,25 +66,26 @@ class Pipeline(Feed):
         self.train, self.held_out = self._open()
 
     def train_iterator(self, epochs: int | None = None) -> BatchIterator:
-        """This process's rows of the batches of `epochs` passes over the records, None for ever.
+        """Iterate over this process's rows of batches, for `epochs` passes (None: forever).
 
-        Of a mixture a pass is as many draws as there are records, whatever member they fall on.
-        With finite `epochs` the last batch is padded; all processes see equally many batches.
+        For a mixture, one pass is as many draws as there are records in total. With finite `epochs`
+        the last batch is padded; all processes get equally many batches.
 
         Raises:
-          DataError: while iterating, a record that cannot be read, or no token to predict in any.
+          DataError: while iterating, an unreadable record, or no token to predict in any record.
         """
         batches, counts = self._batches(self._order(epochs), self.train, training=True)
         return BatchIterator(iter(batches), self.identity(epochs), counts)
 
     def _order(self, epochs: int | None) -> Any:
-        """The training records as a grain `MapDataset` in the order they are read."""
+        """The training records as a grain `MapDataset` in reading order."""
         import grain
 
         source, seeds = self.train.source, None
         parts = source.parts if isinstance(source, mixtures.MixedSource) else ()
         if self.config.shuffle:
-            # Mixed, because grain adds the epoch to the seed: neighbours would share their orders.
+            # Hashed, because grain adds the epoch to the seed: neighboring seeds would share
+            # orders.
             state = np.random.SeedSequence(self.seed).generate_state(max(len(parts), 1))
             seeds = [int(seed) for seed in state]
         if parts:
@@ -94,10 +95,10 @@ class Pipeline(Feed):
         return (records.shuffle(seed=seeds[0]) if seeds else records).repeat(epochs)
 
     def validation_iterator(self, max_batches: int | None = None) -> Iterator[Batch]:
-        """One pass over the held-out records, in order, the last batch padded; always the same.
+        """Iterate once over the held-out records in order, with the last batch padded.
 
         Raises:
-          DataError: there are no held-out records, or (while iterating) one cannot be read.
+          DataError: no held-out records, or (while iterating) an unreadable one.
         """
         import grain
 
@@ -110,9 +111,9 @@ class Pipeline(Feed):
         return finite(batches, max_batches)
 
     def _batches(self, records: Any, subset: Subset, training: bool) -> tuple[Any, Counts]:
-        """Records -> this process's rows of the global batches, prepared ahead by a thread.
+        """Convert records to this process's rows of the global batches, ahead of use, in a thread.
 
-        All of it in one thread: the order never depends on timing.
+        There is only one thread, so the order never depends on timing.
         """
         import grain
 
@@ -148,7 +149,7 @@ class Pipeline(Feed):
         return prefetched, reader.counts
 
     def _open(self) -> tuple[Subset, Subset | None]:
-        """Training and held-out records, each checked to be readable by the task."""
+        """Open the training and held-out records and check that the task can read them."""
         config, task = self.config, self.task
         options = [member.option for member in task.members if member.option]
         opened = {"revision": config.revision, "passage_chars": config.passage_chars}
@@ -160,21 +161,21 @@ class Pipeline(Feed):
         self._check_records(source)
         if not (config.validation_path or config.validation_split):
             return split_records(source, config.validation_fraction)
-        # What only helps in training has no validation file.
+        # Members that only help in training have no validation file.
         path, split = config.validation_path or config.path, config.validation_split or split
         held_out = mixtures.open_task(task, path, split, left_out=options, **opened)
         self._check_records(held_out)
         return Subset(source, range(len(source))), Subset(held_out, range(len(held_out)))
 
     def _check_records(self, source: Source) -> None:
-        """A missing field is found now where that is cheap, else in the first record at least."""
+        """Check all records if that is cheap, otherwise only the first, e.g. for missing fields."""
         if self.config.skip_bad:
             return
         for row in range(len(source) if source.in_memory else 1):
             read_example(self.task, self._fields, source, row, source[row])
 
     def identity(self, epochs: int | None) -> dict[str, Any]:
-        """The settings of `Feed`, and marks of the records, some of which are read."""
+        """The settings of `Feed`, and a fingerprint of the records, from a sample of them."""
         source, shares, members = self.train.source, [self.train.rows], {}
         if isinstance(source, mixtures.MixedSource):
             shares = source.shares(self.train.rows)
@@ -195,7 +196,7 @@ class Pipeline(Feed):
         }
 
     def _sample(self, source: Source, row: int) -> Any:
-        """What stands in a row, and of a conversation the ids that the template makes of it."""
+        """The content of a row; for a conversation, its ids after the chat template."""
         try:
             example = read_example(self.task, self._fields, source, row, source[row])
             with named_place(source, row):
@@ -218,7 +219,7 @@ def make_pipeline(
     rows: Sequence[int] | None = None,
     vocab_size: int | None = None,
 ) -> Pipeline | TokenPipeline | WeightedPipeline:
-    """Opens the data and checks it.
+    """Open and check the data, and make the pipeline.
 
     Args:
       config: a `DataConfig`, or a mapping with its keys.
@@ -226,23 +227,23 @@ def make_pipeline(
         `eos_token_id`.
       batch_size: rows of a batch over all processes together.
       seq_len: T, the positions of a row, at least 2.
-      seed: of the shuffle, unless the config has its own; the same in every process.
-      accumulation: A, the micro-batches that the caller cuts a batch into, [A, rows / A, T]. It
-        decides which rows a process takes, never what a global batch holds.
-      rows: the rows of the global batch that this process feeds (`parallel.placement.local_rows`
-        says which a mesh asks for); None: all of them.
-      vocab_size: of the model: a batch with an id beyond it is an error; None: any id will do.
+      seed: seed of the shuffle, unless the config has one; the same in every process.
+      accumulation: A, the number of micro-batches into which the caller splits a batch,
+        [A, rows / A, T]. It decides which rows a process takes, not the content of a global batch.
+      rows: the rows of the global batch that this process feeds (for a mesh, those of
+        `parallel.placement.local_rows`); None: all of them.
+      vocab_size: the model's vocabulary size, to check ids; None: no check.
 
-    Cost: every process tokenises and packs everything, so each must keep up with the whole run, not
+    Cost: every process tokenizes and packs everything, so each must keep up with the whole run, not
     with its share. Measured with the SmolLM2 tokenizer in its one thread, on a 2.8 GHz machine busy
     with other work: 110,000 to 190,000 tokens/s (GSM8K, T = 512), 190,000 to 250,000 (WikiText,
-    T = 1,024). A training step of SmolLM2-135M on 2 such cores consumes 170 (docs/performance.md),
-    one of Gemma-2 2B on an H200 about 31,000 (an estimate: 16k tokens in 530 ms): no bottleneck
-    there. It becomes one where the run as a whole consumes more than this: that 2B model on more
-    than 4 to 8 such GPUs, or 135M on a single one (some 350,000 at a third of its peak).
+    T = 1,024). Training SmolLM2-135M on 2 such cores consumes 170 tokens/s (docs/performance.md),
+    Gemma-2 2B on an H200 about 31,000 (an estimate: 16k tokens in 530 ms): no bottleneck. It
+    becomes one if the whole run consumes more than this: that 2B model on more than 4 to 8 such
+    GPUs, or 135M on a single one (some 350,000 at a third of its peak).
 
     Raises:
-      DataError: anything wrong with the settings or the data, in one line.
+      DataError: invalid settings or data; the message is one line.
     """
     if not isinstance(config, DataConfig):
         config = DataConfig.from_mapping(config)
@@ -267,7 +268,7 @@ def make_pipeline(
 
 
 def split_records(source: Source, fraction: float) -> tuple[Subset, Subset | None]:
-    """Disjoint training and held-out records, together all; a function of the data only."""
+    """Split all records into training and held-out ones; the split depends only on the data."""
     check_number("validation_fraction", fraction, "[0, 1)", DataError)
     if fraction == 0.0:
         return Subset(source, range(len(source))), None

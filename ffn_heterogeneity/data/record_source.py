@@ -7,16 +7,19 @@ from etils import epath
 
 
 class DataError(ValueError):
-    """Data that cannot be used; the message names file and row, the value seen and the way out."""
+    """Invalid data; the message names file and row, the value found and a solution."""
 
 
 class Source:
     """Random access to records.
 
-    `in_memory`: reading every record is cheap. `running_text`: neighbouring records continue each
-    other, so a held-out part must be one stretch of them, not a scattering. `class_names`: of each
-    column that holds numbers of classes, their names in order (ClassLabel of `datasets`);
-    `by_name`: records have these in place of the numbers.
+    Attributes:
+      in_memory: whether reading every record is cheap.
+      running_text: whether neighboring records continue each other, so that the held-out part must
+        be contiguous.
+      class_names: names of the classes of each column of class numbers, in order (ClassLabel of
+        `datasets`).
+      by_name: whether records have these names instead of the numbers.
     """
 
     name: str
@@ -30,13 +33,13 @@ class Source:
         raise NotImplementedError
 
     def where(self, index: int) -> str:
-        """The place of a record, for errors."""
+        """Place of a record, for error messages."""
         return f"{self.name}, row {index + 1}"
 
     def named(self, record: dict[str, Any]) -> dict[str, Any]:
-        """A record as it was stored, with names of classes where `by_name`."""
+        """Return a stored record, with class names if `by_name`."""
         for field, names in self.class_names.items() if self.by_name else ():
-            if record[field] in range(len(names)):  # neither null nor -1, which is not published
+            if record[field] in range(len(names)):  # neither null nor -1 (not published)
                 place = record[field]
                 record[field] = ClassName(names[place])
                 record[field].place = place
@@ -44,11 +47,11 @@ class Source:
 
 
 class ClassName(str):
-    """The name of a class; `place`: its number."""
+    """Name of a class; `place`: its number."""
 
     place: int
 
 
 def is_saved(path: str) -> bool:
-    """True of a directory that `datasets` wrote by `save_to_disk`."""
+    """True for a directory that `datasets` wrote with `save_to_disk`."""
     return any((epath.Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))

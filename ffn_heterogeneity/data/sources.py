@@ -1,9 +1,9 @@
 """Sources of records: text, JSONL, CSV and parquet files, saved folders, data sets of the hub.
 
-A source is random access (`len(source)`, `source[i] -> dict`), as grain wants it, and can say where
-row i stands (`source.where(i)`), so that every error names file and line. Text, JSONL and CSV are
-read and checked whole when they are opened: a broken line 90,000 is reported now, not after an hour
-of training. Data larger than memory belongs in parquet or in a data set of the hub (hub.py).
+A source has random access (`len(source)`, `source[i] -> dict`), which grain needs, and knows the
+place of row i (`source.where(i)`), so that every error names file and line. Text, JSONL and CSV are
+read and checked completely on opening, so that a broken line 90,000 is reported before training.
+Data larger than memory must be in parquet or a hub data set (hub.py).
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from ffn_heterogeneity.wording import check_number
 TEXT_SUFFIXES = (".txt", ".text", ".raw", ".md")
 _KINDS = dict.fromkeys(TEXT_SUFFIXES, "text")
 _KINDS |= {".jsonl": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-# Columns of CoLA's files, the only ones of GLUE without a header.
+# Columns of CoLA's files, the only files of GLUE without a header.
 _COLA = ["source", "label", "original_mark", "sentence"]
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell in quotes of CSV
-_NO_QUOTING = "quoting is not read in .tsv: write a table with such cells as .csv"
+_NO_QUOTING = "quoting is not supported in .tsv: write a table with such cells as .csv"
 _LIMIT = threading.Lock()
 
 
 @contextlib.contextmanager
 def named_place(source: Source, row: int) -> Iterator[None]:
-    """Errors of the block name the file and row."""
+    """Add the file and row to the block's errors."""
     try:
         yield
     except DataError as error:
@@ -43,14 +43,14 @@ def named_place(source: Source, row: int) -> Iterator[None]:
 
 
 def read_each(source: Source, read: Callable[[Mapping[str, Any]], Any]) -> Iterator[Any]:
-    """`read` of every record, in order; its errors name the file and row."""
+    """Apply `read` to every record, in order; errors name the file and row."""
     for row in range(len(source)):
         with named_place(source, row):
             yield read(source[row])
 
 
 class ListSource(Source):
-    """Records held in memory, each with the place it was read from."""
+    """Records in memory, each with its place in a file."""
 
     in_memory = True
 
@@ -95,13 +95,13 @@ def open_source(
     revision: str | None = None,
     passage_chars: int = PASSAGE_CHARS,
 ) -> Source:
-    """Opens what `path` names.
+    """Open a source of records.
 
     Args:
       path: a file (text, .jsonl, .csv or .tsv with a header, .parquet) or several of one kind (a
         sequence), a directory of such files, a folder of `datasets.save_to_disk`, or a hub name
         `name[:config]`.
-      split, revision: of a hub data set or a saved folder; files have neither and ignore them.
+      split, revision: for a hub data set or a saved folder; ignored for files.
       passage_chars: running text is cut into records of at most this many characters.
 
     Raises:
@@ -130,10 +130,10 @@ def open_source(
 
 
 def read_text(paths: Sequence[str], passage_chars: int = PASSAGE_CHARS) -> ListSource:
-    """Each file is a document, cut at blank lines (or lines, or spaces) into passages.
+    """Read text files, each a document, cut at blank lines (or lines, or spaces) into passages.
 
-    Records are `{"text", "passage_starts", "passage_ends"}`; the last two tell whether the passage
-    begins and ends its document. The passages of a file, joined, are the file: nothing is lost.
+    Records are `{"text", "passage_starts", "passage_ends"}`; the last two are whether the passage
+    begins and ends its document. The passages of a file, concatenated, are the file.
     """
     check_number("passage_chars", passage_chars, "[1, inf)", DataError)
     records, places = [], []
@@ -147,10 +147,10 @@ def read_text(paths: Sequence[str], passage_chars: int = PASSAGE_CHARS) -> ListS
 
 
 def read_jsonl(paths: Sequence[str]) -> ListSource:
-    """One JSON object per line; blank lines are passed over (line numbers count them)."""
+    """Read one JSON object per line; blank lines are skipped (line numbers count them)."""
     records, places = [], []
     for path in paths:
-        # Not splitlines(): JSON strings may hold U+2028 and other ends of line as they are.
+        # Not splitlines(): JSON strings may contain U+2028 and other line ends.
         for number, line in enumerate(read_utf8(path).split("\n"), 1):
             if not line.strip():
                 continue
@@ -165,12 +165,14 @@ def read_jsonl(paths: Sequence[str]) -> ListSource:
 
 
 def read_csv(paths: Sequence[str]) -> ListSource:
-    """A header with the names of the columns, then one record per row; .tsv: tabs separate cells, a
-    quotation mark is text like any other (as in GLUE's files), and CoLA's need no header.
+    """Read a table: a header with the names of the columns, then one record per row.
+
+    In .tsv files, tabs separate cells, quotation marks have no special meaning (as in GLUE's
+    files), and CoLA's need no header.
 
     Raises:
-      DataError: a row with other columns than the header, a column name that is empty or doubled, a
-        .tsv that was written with quoting.
+      DataError: a row with another number of columns than the header, an empty or duplicate column
+        name, or a .tsv that was written with quoting.
     """
     records, places = [], []
     for path in paths:
@@ -179,8 +181,8 @@ def read_csv(paths: Sequence[str]) -> ListSource:
         if tabs and len(names) == 4 and names[1] in ("0", "1") and names[2] in ("", "*"):
             rows, names = [(first, names), *rows], _COLA
         if bad := [x for i, x in enumerate(names) if not x.strip() or x in names[:i]]:
-            said = f"{path}, line {first}: the column name {bad[0]!r} is empty or doubled"
-            raise DataError(f"{said}: give each its own (pandas: to_csv(index=False))")
+            said = f"{path}, line {first}: the column name {bad[0]!r} is empty or duplicate"
+            raise DataError(f"{said}: name each column (pandas: to_csv(index=False))")
         for line, row in rows:
             places.append(f"{path}, line {line}")
             if len(row) != len(names):
@@ -193,9 +195,12 @@ def read_csv(paths: Sequence[str]) -> ListSource:
 
 
 def _tab_separated(path: str) -> list[tuple[int, list[str]]]:
-    """(line, cells) of the rows. Quoting shows where all cells with a quotation mark are quoted,
-    and column names, or marks inside other cells, are among them; only QQP's own file is read so,
-    marks and all, as other libraries read it."""
+    """(line, cells) of the rows; raises an error for quoted cells.
+
+    Quoting is assumed if all cells with a quotation mark are quoted, including column names or
+    marks inside cells. Only QQP's original file is read nevertheless, with the marks, like in other
+    libraries.
+    """
     lines = enumerate(read_utf8(path).split("\n"), 1)
     rows = [(i, line.removesuffix("\r").split("\t")) for i, line in lines if line.strip("\r")]
     marked = [(line, cell) for line, row in rows for cell in row if '"' in cell]
@@ -207,7 +212,7 @@ def _tab_separated(path: str) -> list[tuple[int, list[str]]]:
 
 
 def _comma_separated(path: str) -> list[tuple[int, list[str]]]:
-    """(last line, cells) of the rows; the process's limit of a cell is lifted for the moment."""
+    """(last line, cells) of the rows; temporarily removes the process's limit on cell sizes."""
     rows = csv.reader(io.StringIO(read_utf8(path), newline=""), strict=True)
     with _LIMIT:
         before = csv.field_size_limit(2**31 - 1)
@@ -223,7 +228,7 @@ _READERS = {"jsonl": read_jsonl, "csv": read_csv}
 
 
 def parse_object(line: str) -> dict[str, Any]:
-    """The JSON object that a line is; an error says what else it is."""
+    """Parse a line as a JSON object; the error names its type otherwise."""
     try:
         record = parse_json(line, "", DataError, lax=True)
     except DataError as error:
@@ -235,10 +240,10 @@ def parse_object(line: str) -> dict[str, Any]:
 
 
 def read_utf8(path: str) -> str:
-    """The text of a file, line ends untouched, a leading byte order mark dropped.
+    """Read a text file, with its line ends, without a leading byte order mark.
 
     Raises:
-      DataError: it does not exist, is empty, or is not UTF-8 (names the byte offset).
+      DataError: the file does not exist, is empty, or is not UTF-8 (names the byte offset).
     """
     path = os.path.expanduser(path)
     try:
@@ -253,7 +258,7 @@ def read_utf8(path: str) -> str:
 
 
 def decode_utf8(path: str, data: bytes, offset: int = 0) -> str:
-    """The text of bytes from `offset` of a file on."""
+    """Decode bytes of a file that start at `offset`."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -264,12 +269,12 @@ def decode_utf8(path: str, data: bytes, offset: int = 0) -> str:
 
 
 def _expand(name: str) -> list[str]:
-    """A directory becomes its data files in order, a saved folder and anything else is itself."""
+    """Replace a directory by its data files in order; a saved folder or other path is kept."""
     name = os.path.expanduser(name)
     path = epath.Path(name)
     if not path.is_dir() or kind_of(name) == "hub":
         return [name]
-    # (A README.md beside the data is no data.)
+    # (A README.md next to the data is ignored.)
     kinds = [kind for kind in _KINDS if kind != ".md"]
     files = sorted(str(file) for file in path.iterdir() if file.suffix.lower() in kinds)
     if not files:
@@ -278,11 +283,12 @@ def _expand(name: str) -> list[str]:
 
 
 def kind_of(name: str) -> str:
-    """ "text", "jsonl", "csv" or "parquet" by the suffix, or "hub" for a folder that `datasets`
-    saved or what may be a hub name.
+    """Return "text", "jsonl", "csv" or "parquet" by the suffix, or "hub".
+
+    "hub" is for a folder that `datasets` saved, or a possible hub name.
 
     Raises:
-      DataError: a file of another kind, or no file and no hub name.
+      DataError: a file of another kind, or neither a file nor a hub name.
     """
     path = epath.Path(name)
     suffix = path.suffix.lower()
@@ -294,7 +300,7 @@ def kind_of(name: str) -> str:
         return "directory"
     if path.exists():
         known = ", ".join(_KINDS)
-        raise DataError(f"{name}: cannot tell what kind of data {suffix!r} is; known: {known}")
+        raise DataError(f"{name}: unknown kind of data {suffix!r}; known: {known}")
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name):
         return "hub"
     raise DataError(f"{name}: no such file, and not the form of a hub name (owner/name[:config])")

@@ -1,7 +1,7 @@
 """Batches from token shards (task "tokens"), with the interface of `pipeline.Pipeline`.
 
-Row numbers -> this epoch's shuffle -> next epoch -> global batch of numbers -> this process's rows
-of it, read from the memory maps in a background thread. A process reads no row but its own.
+Row numbers -> shuffle of this epoch -> next epoch -> global batch of numbers -> this process's
+rows, read from the memory maps in a background thread. A process reads only its rows.
 """
 
 import json
@@ -39,7 +39,7 @@ class TokenPipeline(Feed):
         self.train, self.held_out = self._open()
 
     def train_iterator(self, epochs: int | None = None) -> BatchIterator:
-        """This process's rows of the batches of `epochs` passes over the rows, None for ever.
+        """Iterate over this process's rows of batches, for `epochs` passes (None: forever).
 
         With finite `epochs` the last batch is padded.
         """
@@ -47,19 +47,19 @@ class TokenPipeline(Feed):
 
         numbers = grain.MapDataset.range(len(self.train))
         if self.config.shuffle:
-            # As in `Pipeline`: mixed, because grain adds the epoch to the seed.
+            # Hashed as in `Pipeline`, because grain adds the epoch to the seed.
             state = np.random.SeedSequence(self.seed).generate_state(1)
             numbers = numbers.shuffle(seed=int(state[0]))
-        # Without end is a length that grain can still divide by a batch of one row.
+        # "Forever" is a length that grain can still divide by a batch of one row.
         numbers, counts = numbers.repeat(epochs or 2**31), Counts()
         batches = self._batches(numbers, self.train, counts)
         return BatchIterator(iter(batches), self.identity(epochs), counts)
 
     def validation_iterator(self, max_batches: int | None = None) -> Iterator[Batch]:
-        """One pass over the held-out rows, in order, the last batch padded; always the same.
+        """Iterate once over the held-out rows in order, with the last batch padded.
 
         Raises:
-          DataError: there is no held-out data.
+          DataError: no held-out data.
         """
         import grain
 
@@ -76,7 +76,7 @@ class TokenPipeline(Feed):
 
         def read(found: np.ndarray) -> Batch:
             real = found[found >= 0]
-            last = np.count_nonzero(real == len(rows) - 1)  # several times: fewer rows than a batch
+            last = np.count_nonzero(real == len(rows) - 1)  # several if rows < batch
             tokens = len(real) * self.seq_len - last * (len(rows) * self.seq_len - rows.positions)
             counts.input_tokens += tokens
             counts.loss_tokens += tokens
@@ -120,11 +120,11 @@ class TokenPipeline(Feed):
                 f"{corpus.directory}: made with the tokenizer of "
                 f"{theirs['name'] or 'another model'} ({theirs['vocab_size']} ids), which is not "
                 f"this model's ({ours['vocab_size']} ids); prepare the data with this model's "
-                "tokenizer, or take the model that has theirs"
+                "tokenizer, or use the model with their tokenizer"
             )
         stored = corpus.manifest["policy"]["eos_id"]
         if stored != self._encoder.eos_id:
-            text = "%s: documents end with eos %s, as they were prepared; this run's eos is %s"
+            text = "%s: documents were prepared with eos %s; this run's eos is %s"
             _log.warning(text, path, stored, self._encoder.eos_id)
         return corpus
 
@@ -137,7 +137,7 @@ class TokenPipeline(Feed):
 
 
 def _digest(corpus: Corpus, parts: Sequence[ShardPart]) -> int:
-    """Of the shards' hashes and of the documents taken from them."""
+    """Digest of the shards' hashes and of the ranges of documents."""
     hashes = [entry["sha256"] for entry in corpus.manifest["shards"]]
     taken = [(part.shard.name, part.first, part.last) for part in parts]
     return zlib.crc32(json.dumps([hashes, taken]).encode())

@@ -1,13 +1,15 @@
-"""Rows of T positions cut from token shards: every row is random access, nothing is tokenised.
+"""Rows of T positions from token shards, with random access and without tokenization.
 
-The documents of a corpus, one after another, are a stream of inputs x and targets y, and row r is
-its positions rT ... rT + T - 1, so a document goes on in the next row. Of one, t_0 ... t_{n-1}:
+The concatenated documents of a corpus are a stream of inputs x and targets y. Row r is its
+positions rT ... rT + T - 1, so a document may continue in the next row. A document t_0 ... t_{n-1}
+gives:
 
     with a bos    x = bos, t_0 ... t_{n-2}    y = t_0 ... t_{n-1}    n positions
     without       x = t_0 ... t_{n-2}         y = t_1 ... t_{n-1}    n - 1 positions
 
-which is what `packing.Encoder` and `pack` make of running text. With bos "segment" the first input
-of a row that starts inside a document is a bos as well; with "document" it is the token before.
+which equals the result of `packing.Encoder` and `pack` for running text. With bos "segment", the
+first input of a row that starts inside a document is also a bos; with "document" it is the token
+before.
 """
 
 import bisect
@@ -33,15 +35,15 @@ class ShardPart(NamedTuple):
 
 
 def whole(corpus: Corpus) -> list[ShardPart]:
-    """All documents."""
+    """All documents of a corpus."""
     return [ShardPart(shard, 0, shard.documents_count) for shard in corpus.shards]
 
 
 def split(corpus: Corpus, fraction: float) -> tuple[list[ShardPart], list[ShardPart]]:
-    """(training, held-out) documents: the last ones of every shard are held out.
+    """Split into (training, held-out) documents: the last ones of every shard are held out.
 
-    So both parts stay slices, and where the shards are of several sources each gives its share.
-    Of the first d documents of the corpus round(fraction * d) are held out, at every shard's end;
+    So both parts are slices, and if the shards have several sources, each contributes its share.
+    At every shard's end, round(fraction * d) of the first d documents of the corpus are held out;
     at least one and not all.
 
     Raises:
@@ -74,7 +76,7 @@ class TokenRows:
     """Random access to the rows of some parts of a corpus.
 
     Attributes:
-      documents, positions: how many there are.
+      documents, positions: their numbers.
 
     Raises:
       DataError: no position to predict in them.
@@ -110,7 +112,7 @@ class TokenRows:
         return f"{shard.directory / shard.name}.tokens, document {part.first + inside}"
 
     def _begins(self, part: ShardPart, document: int) -> int:
-        """The first position of a document, of those of its part."""
+        """First position of a document within its part."""
         offsets = part.shard.offsets
         before = int(offsets[document]) - int(offsets[part.first])
         return before - self._skipped * (document - part.first)
@@ -149,7 +151,7 @@ class TokenRows:
             row["tokens"][0] = self._bos_id
 
     def _fill_part(self, row: Batch, part: ShardPart, start: int, stop: int) -> int:
-        """Positions [start, stop) of a part, segments from 1; returns how many there are."""
+        """Fill in positions [start, stop) of a part, segments from 1; return their number."""
         tokens, offsets, skipped = part.shard.tokens, part.shard.offsets, self._skipped
         base = int(offsets[part.first])
 
@@ -164,7 +166,7 @@ class TokenRows:
         lengths = np.diff(edges, append=stop)
         if skipped and not lengths.all():  # documents of one token have no position
             numbers, edges, lengths = (v[lengths > 0] for v in (numbers, edges, lengths))
-        # Where the targets are; with a bos they lie side by side.
+        # Positions of the targets; with a bos they are contiguous.
         low = base + start + skipped * int(numbers[0] + 1 - part.first)
         high = base + stop + skipped * int(numbers[-1] + 1 - part.first)
         if high - low == stop - start:

@@ -1,8 +1,8 @@
-"""Weighted mixtures of any data: rows drawn from several pipelines, each with its own task.
+"""Weighted mixtures of any data: rows drawn from several pipelines, each with its task.
 
-Every row of a global batch comes from one member, whole. Row k goes to the member that is furthest
-behind its share, so that after any number of rows each has its share to within one row; the draw
-is a function of k and the weights alone. A member that ends begins its next pass.
+Every row of a global batch comes from one member. Row k comes from the member that is furthest
+behind its share, so after any number of rows each member has its share to within one row. The draw
+depends only on k and the weights. A member that ends starts its next pass.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ffn_heterogeneity.data.sources import DataError
 
 
 def draws(weights: Sequence[float], counts: list[int]) -> Iterator[int]:
-    """Member of each row; `counts`, of rows drawn so far, is kept up to date.
+    """Iterate over the member of each row; updates `counts`, the numbers of drawn rows.
 
-    The member i with the largest w_i (n + 1) - c_i, n rows drawn before; of equals the first.
+    It is the (first) member i with the largest w_i (n + 1) - c_i after n rows.
     """
     shares = np.asarray(weights, np.float64) / sum(weights)
     while True:
@@ -34,8 +34,8 @@ class WeightedPipeline(Feed):
     """Training and validation batches of several pipelines; made by `pipeline.make_pipeline`.
 
     Attributes:
-      members: (name, weight, pipeline of one row a batch).
-      held_out: of the members that hold some data out, None where none does.
+      members: (name, weight, pipeline with one row per batch).
+      held_out: the members with held-out data, or None.
     """
 
     def __init__(self, members: Sequence[tuple[str, float, Any]], *feed: Any):
@@ -45,17 +45,16 @@ class WeightedPipeline(Feed):
         self.held_out = held or None
 
     def train_iterator(self, epochs: None = None) -> WeightedIterator:
-        """This process's rows of batches without end."""
+        """Iterate forever over this process's rows of batches."""
         if epochs is not None:
-            raise DataError(f"epochs={epochs}: a mixture has no end; count its steps")
+            raise DataError(f"epochs={epochs}: a mixture has no end; give steps instead")
         return WeightedIterator(self)
 
     def validation_iterator(self, max_batches: int | None = None) -> Iterator[Batch]:
-        """One pass over what the members hold out, drawn by their weights while they last; the
-        last batch padded; always the same.
+        """Iterate once over the members' held-out rows, drawn by weight, the last batch padded.
 
         Raises:
-          DataError: no member holds anything out.
+          DataError: no member has held-out data.
         """
         if self.held_out is None:
             raise DataError("no validation data: set validation_fraction")
@@ -71,7 +70,7 @@ class WeightedPipeline(Feed):
 
 
 class WeightedIterator:
-    """A `batches.BatchIterator` over members; the state holds every member's own.
+    """A `batches.BatchIterator` over members; its state includes those of the members.
 
     Attributes:
       counts: rows drawn of each member.
@@ -89,14 +88,14 @@ class WeightedIterator:
         return self
 
     def __next__(self) -> Batch:
-        # All rows are drawn in every process: a place is then the same in each of them.
+        # Every process draws all rows, so that a position is the same in all processes.
         chosen = list(itertools.islice(self._draws, self._pipeline.batch_size))
         rows = [next(self._iterators[member]) for member in chosen]
         return take_rows(_stacked(rows), self._pipeline.rows)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Part of all rows so far that came from each member."""
+        """Fraction of all rows so far that came from each member."""
         total = max(sum(self.counts), 1)
         return {name: n / total for name, n in zip(self._names, self.counts, strict=True)}
 
@@ -113,10 +112,10 @@ class WeightedIterator:
         return dict(zip(self._names, self._weights, strict=True))
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved place.
+        """Move to a saved position.
 
         Raises:
-          DataError: of another mixture, or a member's own complaint.
+          DataError: a state of another mixture, or an error of a member.
         """
         if state.get("mixture") != self._identity():
             raise DataError(
@@ -128,7 +127,7 @@ class WeightedIterator:
         self.counts[:] = state["counts"]
 
     def close(self) -> None:
-        """Stops the members' threads."""
+        """Stop the members' threads."""
         with contextlib.ExitStack() as stack:
             for iterator in self._iterators:
                 stack.callback(iterator.close)
@@ -139,7 +138,7 @@ def _stacked(rows: Sequence[Batch]) -> Batch:
 
 
 def _until_all_end(left: list[tuple[float, Iterator[Batch]]]) -> Iterator[Batch]:
-    """Rows by weight; a member that ends leaves its share to the others."""
+    """Iterate over rows by weight; when a member ends, the others get its share."""
     while left:
         for member in draws([weight for weight, _ in left], [0] * len(left)):
             row = next(left[member][1], None)
@@ -150,7 +149,7 @@ def _until_all_end(left: list[tuple[float, Iterator[Batch]]]) -> Iterator[Batch]
 
 
 def parse_mixture(mixture: Any) -> list[tuple[str, str, float]]:
-    """Checked (task, path, weight) of ((task, path, weight), ...).
+    """Check a mixture ((task, path, weight), ...) and return its entries.
 
     Raises:
       DataError: an entry of another form, a weight that is not positive, fewer than two members.
@@ -162,7 +161,7 @@ def parse_mixture(mixture: Any) -> list[tuple[str, str, float]]:
         try:
             task, path, weight = entry
             found.append((str(task), str(path), float(weight)))
-        except (TypeError, ValueError, OverflowError):  # an integer that no float is
+        except (TypeError, ValueError, OverflowError):  # an integer too large for a float
             raise DataError(f"mixture: {entry!r:.99} is not (task, path, weight)") from None
         if not 0 < found[-1][2] < float("inf"):
             raise DataError(f"mixture: {entry!r} has a weight that is not positive and finite")
@@ -170,7 +169,7 @@ def parse_mixture(mixture: Any) -> list[tuple[str, str, float]]:
         raise DataError("mixture: its weights sum up to more than a float holds")
     names = [entry[:2] for entry in found]
     if len({*names}) < len(names):
-        raise DataError("mixture: a member stands there twice; add up its weights")
+        raise DataError("mixture: a member is listed twice; add up its weights")
     if len(found) < 2:
-        raise DataError("mixture needs two members or more; of one give task and path")
+        raise DataError("mixture needs two members or more; for one give task and path")
     return found

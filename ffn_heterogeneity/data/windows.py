@@ -1,5 +1,7 @@
-"""Windows for perplexity: a long text as rows of ids in which every position after the first is
-predicted (MW, section 4; the protocol of the code its authors used)."""
+"""Windows for perplexity: rows of ids of a long text (MW, section 4; its authors' protocol).
+
+Every position after a row's first is predicted.
+"""
 
 import re
 from typing import Any
@@ -21,15 +23,15 @@ def text_windows(
     bos: str = "segment",
     every: int = 1,
 ) -> np.ndarray:
-    """Cuts a text into windows of `window` PREDICTIONS each.
+    """Cut a text into windows of `window` PREDICTIONS each.
 
     The text is tokenised whole, as it is, without special tokens: x_0 ... x_{N-1}. Row i, of
     window + 1 ids, is the input followed by nothing else: row[1:] are the targets, row[:-1] their
     inputs. With w = window, and every = 1:
 
-    - "segment": [bos, x_{iw} ... x_{iw+w-1}]: every window starts afresh behind a bos. Windows do
-      not overlap; each token is predicted once; floor(N / w) windows. The default: Gemma-2 without
-      bos is broken.
+    - "segment": [bos, x_{iw} ... x_{iw+w-1}]: every window starts with a bos. Windows do not
+      overlap; each token is predicted once; floor(N / w) windows. This is the default, because
+      Gemma-2 does not work without bos.
     - "stream": the stream bos, x_0, x_1, ... cut every w ids: the same predicted tokens as
       "segment", but only the first window starts with bos; the others start with the token before
       their first prediction, x_{iw-1}.

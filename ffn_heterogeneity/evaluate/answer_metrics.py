@@ -1,12 +1,12 @@
 """Metrics of answers, by name: pure functions `(predictions, references) -> {name: value}`.
 
-What a reference is, is said by each function; the tasks of `data/tasks` make them
+Each function documents the form of its references; the tasks of `data/tasks` create them
 (`data.mixtures.questions`). SuperGLUE's values are fractions, not percent.
 
-Every score is a mean of fractions whose two sides add up over questions (accuracy: right / asked;
-F1 of a label: 2 TP / (2 TP + FP + FN)), or what `FORMULAS` makes of them. What each question adds
-is counted once; scores of all questions, and of as many resamples of them as a bootstrap wants, are
-sums of it.
+Every score is a mean of fractions whose numerators and denominators are sums over questions
+(accuracy: right / asked; F1 of a label: 2 TP / (2 TP + FP + FN)), or a function of the sums
+(`FORMULAS`). Each question's contributions are computed once; the scores of all questions and of
+bootstrap resamples are sums of them.
 """
 
 import collections
@@ -26,7 +26,7 @@ from ffn_heterogeneity.evaluate import text_metrics
 from ffn_heterogeneity.report.stats import resamples
 
 SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
-# Left out when a referent is compared (T5's list).
+# Words ignored when referents are compared (T5's list).
 DETERMINERS = frozenset(
     [
         *("a", "an", "the"),
@@ -38,26 +38,26 @@ DETERMINERS = frozenset(
 
 Labels = Sequence[Hashable]
 Scores = dict[str, float]
-# score -> [questions, fractions, 2]: what a question adds to the upper and lower side of each.
+# score -> [questions, fractions, 2]: contributions to numerator and denominator of each fraction.
 Counts = dict[str, np.ndarray]
 
 
 def _correlation_of(said: np.ndarray, meant: np.ndarray) -> float:
-    """R_K of how often each label was said and meant; the last sides are those right, and all."""
+    """R_K from counts of predicted and reference labels; the last entries are right and total."""
     right, total, said, meant = said[-1], meant[-1], said[:-1], meant[:-1]
     spread = (total**2 - said @ said) * (total**2 - meant @ meant)
     return float((total * right - said @ meant) / spread**0.5) if spread > 0 else 0.0
 
 
-# Scores that are no mean of fractions: (upper sides, lower sides) -> value.
+# Scores that are not a mean of fractions: (numerators, denominators) -> value.
 FORMULAS = {"bleu": text_metrics.bleu_of, "matthews": _correlation_of}
 
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A metric: `counts(predictions, references)` by question; called, it gives the scores.
+    """A metric: `counts(predictions, references)` per question; calling it returns the scores.
 
-    `signature(references)`: what is to be quoted beside a score; None: nothing.
+    `signature(references)`: a description to quote with the score, or None.
     """
 
     counts: Callable[..., Counts]
@@ -73,10 +73,10 @@ class Metric:
 
 
 def scores(counts: Counts, times: np.ndarray | None = None) -> Scores:
-    """The mean of each score's fractions, 0 / 0 being 0, or its formula.
+    """Mean of each score's fractions (0 / 0 counts as 0), or its formula.
 
     Args:
-      times: how often each question counts, [questions]; None: once.
+      times: weight of each question, [questions]; None: 1.
     """
     values = {}
     for name, table in counts.items():
@@ -91,9 +91,9 @@ def scores(counts: Counts, times: np.ndarray | None = None) -> Scores:
 
 
 def bootstrap(counts: Counts, draws: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Each score of `draws` resamples, [draws]: as many questions, drawn with replacement.
+    """Scores of `draws` bootstrap resamples of the questions, [draws] each.
 
-    A resample that lacks a label has 0 for its F1, as the metric says.
+    In a resample without a label, the label's F1 is 0, as in the metric.
     """
     n = len(next(iter(counts.values())))
     times = (np.bincount(places, minlength=n) for places in resamples(n, draws, rng))
@@ -102,28 +102,28 @@ def bootstrap(counts: Counts, draws: int, rng: np.random.Generator) -> dict[str,
 
 
 def with_ends(name: str, value: Any, low: float, high: float) -> dict[str, float]:
-    """A metric and its interval, as rows of results have them."""
+    """A metric and its interval in the form of result rows."""
     return {name: float(value), f"{name}_low": low, f"{name}_high": high}
 
 
 @Metric
 def accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> Counts:
-    """Share of predictions equal to their reference; white space around texts does not count."""
+    """Share of predictions equal to their reference, ignoring white space around texts."""
     return {"accuracy": _share(p == r for p, r in _pairs(predictions, references))}
 
 
 @Metric
 def macro_f1(predictions: Labels, references: Labels, labels: Labels) -> Counts:
-    """Mean over `labels` of F1 = 2 TP / (2 TP + FP + FN), 0 where a label is in neither list.
+    """Mean over `labels` of F1 = 2 TP / (2 TP + FP + FN), 0 if a label is in neither list.
 
-    A prediction that is no label is wrong: it misses its reference and is charged to no class.
+    A prediction that is not a label is a false negative, but no false positive of any label.
     """
     return {"macro_f1": _f1(_pairs(predictions, references), labels)}
 
 
 @Metric
 def matthews(predictions: Labels, references: Labels, labels: Labels) -> Counts:
-    """The correlation R_K of any number of labels (Gorodkin 2004; of two, Matthews')."""
+    """Correlation R_K of any number of labels (Gorodkin 2004; for two, Matthews')."""
     pairs = zip(predictions, references, strict=True)
     sides = [[*((p == x, r == x) for x in labels), (p == r, True)] for p, r in pairs]
     return {"matthews": np.array(sides, float)}
@@ -158,8 +158,8 @@ def multirc(predictions: Sequence[str], references: Sequence[Mapping[str, Any]])
 def record(predictions: Sequence[str], references: Sequence[Mapping[str, Any]]) -> Counts:
     """ReCoRD: exact match and token F1, each the best over a query's gold answers.
 
-    A reference is `{"answers": [...], "group": (passage, query)}`; of several predictions for a
-    group (training asks once per gold answer) the first counts.
+    A reference is `{"answers": [...], "group": (passage, query)}`; if a group has several
+    predictions (training data has one per gold answer), the first counts.
     """
     exact, overlap, seen = [], [], set()
     for prediction, reference in _pairs(predictions, references):
@@ -178,7 +178,7 @@ def wsc(predictions: Sequence[str], references: Sequence[Mapping[str, Any]]) -> 
     """Winograd: whether the model names the referent exactly when it is the right one.
 
     A reference is `{"referent": phrase, "label": bool}`; the prediction is a phrase. See
-    `names_referent`; an empty prediction is wrong whatever the label.
+    `names_referent`; an empty prediction is always wrong.
     """
     right = (
         bool(_bare(prediction)) and names_referent(prediction, r["referent"]) == bool(r["label"])
@@ -188,7 +188,7 @@ def wsc(predictions: Sequence[str], references: Sequence[Mapping[str, Any]]) -> 
 
 
 def names_referent(prediction: str, referent: str) -> bool:
-    """Lenient match: all words of one are words of the other, case and determiners left out.
+    """Lenient match: all words of one are in the other, ignoring case and determiners.
 
     "Bob" does not name "Bob's hat": only one of them has an apostrophe.
     """
@@ -208,10 +208,10 @@ METRICS: dict[str, Metric] = {
 
 
 def superglue(scores: Mapping[str, Mapping[str, float]]) -> Scores:
-    """SuperGLUE's number: each task the mean of its metrics, then the mean of the tasks.
+    """SuperGLUE's score: the mean over tasks of each task's mean metric.
 
     Args:
-      scores: of every task by name ("boolq" or "superglue_boolq").
+      scores: {task name ("boolq" or "superglue_boolq"): its metrics}.
 
     Raises:
       ValueError: a task that is not one of the eight, or one that is missing.
@@ -243,13 +243,13 @@ def wilson_interval(correct: float, total: int) -> tuple[float, float]:
     centre = share + z * z / (2 * total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     scale = 1 + z * z / total
-    # At the ends centre and half are equal but for their rounding.
+    # At the ends, center and half are equal up to rounding.
     low = (centre - half) / scale if correct else 0.0
     return max(low, 0.0), min((centre + half) / scale, 1.0) if correct < total else 1.0
 
 
 def normalize_squad(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces (SQuAD's own evaluation)."""
+    """Lower case, no punctuation, no articles, single spaces (as in SQuAD's evaluation)."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -262,10 +262,10 @@ def token_f1(prediction: str, answer: str) -> float:
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """ROUGE-L as LongBench has it, by the package `rouge`: F1 of distinct words.
+    """ROUGE-L as in LongBench (by the package `rouge`): F1 of distinct words.
 
-    Common words are those of a longest common subsequence of any two sentences, one of each text;
-    a sentence ends at every full stop. Needs rouge_score (extra `eval`).
+    Common words are those in a longest common subsequence of any two sentences, one of each text;
+    sentences end at full stops. Needs rouge_score (extra `eval`).
     """
     from rouge_score.rouge_scorer import lcs_ind
 
@@ -273,7 +273,7 @@ def rouge_l(prediction: str, answer: str) -> float:
         [" ".join(part.split()).split(" ") for part in text.split(".") if part]
         for text in (prediction, answer)
     )
-    # In this order it finds the one that `rouge` finds, of several of the same length.
+    # In this order it finds the same one as `rouge` if several have the same length.
     common = {mine[i] for mine in said for other in meant for i in lcs_ind(mine, other)}
     words = len(set().union(*said)) + len(set().union(*meant))
     return 2 * len(common) / words if common else 0.0

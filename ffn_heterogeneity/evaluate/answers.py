@@ -1,14 +1,14 @@
 """Questions of tasks answered by a model and scored: SuperGLUE, WebNLG, any task with metrics.
 
-A prompt is answered greedily up to the end of the line or the eos, which is where a training target
-ends. `<workdir>/answers/<task>.jsonl` holds one row a prompt: {"id": its number in the task,
-"place": file and row, "prediction", "reference", "finish": "stop", "eos", "length", or "no room"
-(nothing was generated)}. Prompts are answered in pieces, long ones first; after each piece the
-whole file is written anew, so it is never torn, and pieces that are there are not asked again.
+Prompts are answered greedily up to the end of the line or the eos, like the training targets.
+`<workdir>/answers/<task>.jsonl` has one row per prompt: {"id": its number in the task, "place":
+file and row, "prediction", "reference", "finish": "stop", "eos", "length", or "no room" (nothing
+was generated)}. Prompts are answered in pieces, long ones first. The whole file is rewritten
+atomically after each piece, and existing answers are not generated again.
 
 Intervals are percentiles of a bootstrap over questions: the answers to one question of MultiRC are
-drawn together or not at all. Parts of a task (WebNLG's seen and unseen categories) are scored on
-their own as well, as "<task>_<part>".
+drawn together. Parts of a task (WebNLG's seen and unseen categories) are also scored separately, as
+"<task>_<part>".
 """
 
 import collections
@@ -39,7 +39,7 @@ PIECE = 16  # batches between two writes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerSettings(ModelSettings):
-    """Settings that `configs/answers.py` explains."""
+    """Settings of `configs/answers.py`."""
 
     tasks: tuple[str, ...]
     data_root: str
@@ -57,9 +57,9 @@ class AnswerSettings(ModelSettings):
         Sampling(self.max_new_tokens)
 
     def read(self) -> dict[Task, list[TaskQuestion]]:
-        """The prompts of each task: those of its first `limit` questions (0: of all).
+        """Read the prompts of each task's first `limit` questions (0: of all).
 
-        A mixture stands for its members, without those that an option may leave out (DPR).
+        A mixture means its members, without optional ones (DPR).
 
         Raises:
           ValueError (DataError): an unknown task (with the nearest name), one without metrics,
@@ -76,14 +76,14 @@ class AnswerSettings(ModelSettings):
 
 
 def evaluate_answers(settings: AnswerSettings, model: Model, workdir: epath.Path) -> dict[str, Any]:
-    """Answers the questions that are not answered yet, and scores all of them.
+    """Answer the questions without saved answers, and score all of them.
 
     Returns:
       "tasks": {task: {"n": questions, "shots": 0, "interval": "bootstrap", metric: value, metric +
-      "_low", "_high", "finish": {why an answer ended: how many}, "signatures": {metric: what to
-      quote beside it}}}, and where all eight of SuperGLUE are there a row "superglue" with their
-      "average": the mean of the tasks' means of metrics. This number stands beside "tasks" as well,
-      as "superglue".
+      "_low", "_high", "finish": {reason why an answer ended: count}, "signatures": {metric: its
+      description}}}. If all eight tasks of SuperGLUE are present, a row "superglue" with their
+      "average": the mean of the tasks' mean metrics. This number is also next to "tasks", as
+      "superglue".
 
     Raises:
       ValueError (DataError): as `AnswerSettings.read`, or a model without a tokenizer.
@@ -100,11 +100,11 @@ def evaluate_answers(settings: AnswerSettings, model: Model, workdir: epath.Path
         for metric in task.metrics:
             every |= metrics.METRICS[metric].counts(predictions, references)
         for name, part in _parts(task.name, asked).items():
-            # (A question of a task without parts may be several prompts.)
+            # (In a task without parts, a question may have several prompts.)
             counts = every
             if name != task.name:
                 counts = {score: table[part] for score, table in every.items()}
-            # The same whatever other tasks are evaluated.
+            # Independent of the other evaluated tasks.
             rng = np.random.default_rng([settings.seed, zlib.crc32(name.encode())])
             values[name] = metrics.scores(counts)
             draws[name] = metrics.bootstrap(counts, settings.bootstrap, rng)
@@ -115,7 +115,7 @@ def evaluate_answers(settings: AnswerSettings, model: Model, workdir: epath.Path
     missing = [name for name in eight if name not in rows]
     if missing:
         if len(missing) < len(eight):
-            print(f"no average of SuperGLUE: not asked {', '.join(missing)}", file=sys.stderr)
+            print(f"no average of SuperGLUE: missing {', '.join(missing)}", file=sys.stderr)
         return {"tasks": rows}
     average = metrics.superglue({name: values[name] for name in eight})["superglue"]
     drawn = np.mean([np.mean(list(draws[name].values()), 0) for name in eight], 0)
@@ -125,21 +125,21 @@ def evaluate_answers(settings: AnswerSettings, model: Model, workdir: epath.Path
 
 
 def _scored(names: Sequence[str]) -> list[Task]:
-    """The tasks of some names, in order; a ValueError where one has no metrics."""
+    """Return the named tasks, in order; raise ValueError if one has no metrics."""
     scored = []
     for name in names:
         members = [member.task for member in get_task(name).members if not member.option]
         for task in map(get_task, members or [name]):
             if not task.metrics:
                 known = ", ".join(name for name, one in tasks().items() if one.metrics)
-                raise ValueError(f"task {name!r} has no metric here; those that have: {known}")
+                raise ValueError(f"task {name!r} has no metric; tasks with metrics: {known}")
             check_known(task.metrics, metrics.METRICS, f"metric of task {name!r}")
             scored.append(task)
     return scored
 
 
 def _questions_of(task: Task, data_root: str, split: str) -> list[TaskQuestion]:
-    """All prompts of a task, of its file under `data_root` or of the hub."""
+    """Read all prompts of a task, from its file under `data_root` or from the hub."""
     path = task.hub
     if data_root:
         members = {member.task: member for mixed in tasks().values() for member in mixed.members}
@@ -149,7 +149,7 @@ def _questions_of(task: Task, data_root: str, split: str) -> list[TaskQuestion]:
 
 
 def _first(asked: Sequence[TaskQuestion], limit: int) -> list[TaskQuestion]:
-    """The prompts of the first `limit` questions; one of MultiRC has several."""
+    """The prompts of the first `limit` questions (several per question in MultiRC)."""
     groups = collections.defaultdict(list)
     for i, one in enumerate(asked):
         grouped = isinstance(one.reference, Mapping) and "group" in one.reference
@@ -158,7 +158,7 @@ def _first(asked: Sequence[TaskQuestion], limit: int) -> list[TaskQuestion]:
 
 
 def _parts(name: str, asked: Sequence[TaskQuestion]) -> dict[str, list[int]]:
-    """Questions scored together: {name: all, name + "_" + part: those whose reference says so}."""
+    """Questions scored together: {name: all, name + "_" + part: those of the part}."""
     parts = {name: list(range(len(asked)))}
     for i, one in enumerate(asked):
         if isinstance(one.reference, Mapping) and "part" in one.reference:
@@ -167,7 +167,7 @@ def _parts(name: str, asked: Sequence[TaskQuestion]) -> dict[str, list[int]]:
 
 
 def _signatures(task: Task, references: Sequence[Any]) -> dict[str, Any]:
-    """ "signatures" of the task's metrics, where they have one."""
+    """Entry "signatures" of the task's metrics, if they have any."""
     signed = {name: metrics.METRICS[name].signature for name in task.metrics}
     given = {name: sign(references) for name, sign in signed.items() if sign}
     return {"signatures": given} if given else {}
@@ -176,10 +176,10 @@ def _signatures(task: Task, references: Sequence[Any]) -> dict[str, Any]:
 def _answered(
     asked: Sequence[TaskQuestion], path: epath.Path, generator: Generator, settings: AnswerSettings
 ) -> list[dict[str, Any]]:
-    """The rows of the file of answers, in the questions' order, all of them written."""
+    """Return all rows of the answers' file, in the questions' order, after writing them."""
     rows = {row["id"]: row for row in read_rows(path)}
     encoder = Encoder(generator.tokenizer, settings.bos)
-    # A target of training is encoded apart from its prompt.
+    # In training, a target is encoded separately from its prompt.
     prompts = [ids[:before] for ids, before in (encoder.ids(Example(q.prompt, "")) for q in asked)]
     room = generator.config.max_position - settings.max_new_tokens
     eos = () if encoder.eos_id is None else (encoder.eos_id,)
@@ -203,7 +203,7 @@ def _answered(
 
 
 def _row(n: int, values: Mapping[str, float], draws: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """A row of results: the values, each with its interval."""
+    """A result row: the values, each with its interval."""
     row: dict[str, Any] = {"n": n, "shots": 0, "interval": "bootstrap"}
     for name, value in values.items():
         row |= metrics.with_ends(name, value, *ends(draws[name]))

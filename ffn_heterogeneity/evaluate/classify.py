@@ -1,4 +1,4 @@
-"""Labels, or numbers, that a trained model gives to texts: from Python, and of a file's rows."""
+"""Predictions of labels or numbers by a trained model, for texts and for a file's rows."""
 
 import csv
 import dataclasses
@@ -31,13 +31,13 @@ from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.wording import some
 
 TABLE = "predictions.csv"
-# Tokens of a batch's rows, up to the longest that the model was trained on.
+# Lengths of batches in tokens, up to the longest in the model's training.
 _LENGTHS = tuple(2**i for i in range(5, 15))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassifySettings(ModelSettings):
-    """Settings that `configs/classify.py` explains."""
+    """Settings of `configs/classify.py`."""
 
     input: str
     fields: str
@@ -49,14 +49,14 @@ class ClassifySettings(ModelSettings):
 
 
 def classify_file(settings: ClassifySettings, model: Model, workdir: epath.Path) -> dict:
-    """Writes `<workdir>/predictions.csv`: the input's columns, then those of `columns_of`.
+    """Write `<workdir>/predictions.csv`: the input's columns, then those of `columns_of`.
 
     Returns:
-      What is counted, and the task's metrics over the rows that have an answer (`_measured`).
+      Counts, and the task's metrics over the rows that have an answer (`_measured`).
 
     Raises:
-      ValueError (DataError is one): a model without such a head, rows without its fields, columns
-        of the names that are to be written, an answer that the task does not know.
+      ValueError (or DataError): a model without such a head, rows without its fields, columns with
+        the names of the predictions, or an unknown answer.
     """
     task, source = task_of(model, settings.fields), settings.read()
     own = model.config.head.settings
@@ -86,25 +86,25 @@ def classify(
     batch_size: int = 32,
     options: RunOptions = RunOptions(),
 ) -> list[dict[str, Any]]:
-    """The answers of a model with a trained head to texts, or to pairs of them.
+    """Apply a model's trained head to texts or pairs of texts.
 
     Args:
-      texts: one string is one text, and the result a list of one.
+      texts: one string is one text, with a result list of length one.
 
     Returns:
-      Of each {"prediction": label, "probabilities": {label: share}}; of a model of several labels
-      per text {"prediction": those above 0.5, "probabilities"}; of a regression {"value": number},
-      with several outputs {"values": {name: number}}.
+      Per text {"prediction": label, "probabilities": {label: share}}; for a model with several
+      labels per text {"prediction": labels above 0.5, "probabilities"}; for a regression {"value":
+      number}, with several outputs {"values": {name: number}}.
 
     Raises:
-      ValueError: a model without such a head or a tokenizer, or texts that are none.
+      ValueError: a model without such a head or a tokenizer, or invalid texts.
     """
     model = one_model(model)
     task, config = task_of(model), model.config
     rows = text_rows(texts)
     if not rows:
         return []
-    # Somebody else's classifier does not say what it reads.
+    # Classifiers of other libraries do not specify their inputs.
     count = len(task.fields[0]) if config.head.settings["fields"] else len(rows[0])
     for row in rows:
         if len(row) != count or not all(isinstance(part, str) for part in row):
@@ -129,22 +129,23 @@ def classify(
 
 
 def task_of(model: Model, fields: str = "") -> LabelTask:
-    """The task that a model's head was trained on.
+    """Return the task that a model's head was trained on.
 
-    A file's numbers are places in the model's labels. Where those are a GLUE task's in another
-    order (somebody else's classifier, or the task itself trained on names), they are the task's.
+    A file's numbers are indices of the model's labels. If these are a GLUE task's labels in another
+    order (another library's classifier, or the task trained on names), they are indices of the
+    task's labels.
 
     Args:
-      fields: "<a>[,<b>]" of the texts, where a file names them otherwise.
+      fields: "<a>[,<b>]", the text fields, if the file uses other names.
 
     Raises:
-      ValueError: it has no head of labels or numbers.
+      ValueError: the model has no head of labels or numbers.
     """
     head = model.config.head
     if head is None or head.name != "classification":
         raise ValueError(
-            f"{model.source} has {f'the head {head.name!r}' if head else 'no head'}, none of labels"
-            " or numbers: train one first (configs/p32_glue.py)"
+            f"{model.source} has {f'the head {head.name!r}' if head else 'no head'}, not one of "
+            "labels or numbers: train one first (configs/p32_glue.py)"
         )
     own = head.settings
     names = tuple(tuple(group) for group in own["fields"]) or (("text",),)
@@ -161,12 +162,12 @@ def task_of(model: Model, fields: str = "") -> LabelTask:
 def predicted(
     model: Model, data: Encoded, batch_size: int, options: RunOptions, progress: str | None = None
 ) -> np.ndarray:
-    """Probabilities of the labels, or the numbers, of every row, float64 [rows, outputs].
+    """Probabilities of the labels, or predicted numbers, of every row, float64 [rows, outputs].
 
-    softmax(logits), or sigmoid(logits) of several labels per row. `observe` applies no head.
+    softmax(logits), or sigmoid(logits) for several labels per row. (`observe` applies no head.)
 
     Raises:
-      ValueError: something is not finite.
+      ValueError: non-finite predictions.
     """
     params, head = jax.device_put(model.params), model.config.head.settings
     made = np.zeros((len(data), head["outputs"]))
@@ -194,8 +195,11 @@ def logits_of(config: ModelConfig, options: RunOptions, params: dict, batch: dic
 
 
 def columns_of(head: HeadConfig, made: np.ndarray) -> dict[str, list]:
-    """The columns that are written, name -> values: "prediction" (a label, or a list of those
-    above 0.5) and "probability_<label>", or "value", of several outputs "value_<name>"."""
+    """Columns of the predictions, {name: values}.
+
+    They are "prediction" (a label, or a list of those above 0.5) and "probability_<label>", or
+    "value", with several outputs "value_<name>".
+    """
     labels, problem = head.settings["labels"], head.settings.get("problem", "")
     if problem == "regression" or not labels:
         names = ["value"] if made.shape[1] == 1 else [f"value_{name}" for name in labels]
@@ -210,10 +214,10 @@ def columns_of(head: HeadConfig, made: np.ndarray) -> dict[str, list]:
 
 
 def table_of(source: Source, columns: Mapping[str, list]) -> str:
-    """CSV of the source's records and the columns.
+    """Return a CSV of the source's records and the columns.
 
     Raises:
-      DataError: the records have a column of that name.
+      DataError: the records already have a column of that name.
     """
     rows = [source[i] for i in range(len(source))]
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -234,16 +238,16 @@ def _cell(value: Any) -> Any:
 
 
 def _measured(task: LabelTask, made: np.ndarray, answers: np.ndarray) -> dict[str, Any]:
-    """The task's metrics over the rows with an answer; those without (NaN) are counted."""
+    """The task's metrics over the rows with an answer, and the number of rows without (NaN)."""
     rows, results = ~np.isnan(answers), {}
     if task.regression and np.all(answers[rows] == -1):
-        rows[:] = False  # GLUE's hidden scores
+        rows[:] = False  # GLUE's hidden answers
     if without := int(np.sum(~rows)):
         results["rows_without_answer"] = without
         told = f"{without} of {len(rows)} rows have no single answer in {some(task.answer)}"
-        print(f"{told}: no metrics are measured of these", file=sys.stderr)
+        print(f"{told}: excluded from the metrics", file=sys.stderr)
     if task.numbers:
-        print(f"labels that are numbers stand for {some(task.numbers)}", file=sys.stderr)
+        print(f"labels that are numbers mean {some(task.numbers)}", file=sys.stderr)
     if rows.any():
         given = made[:, 0] if task.regression else made.argmax(1)
         results["interval"] = "bootstrap"
@@ -252,7 +256,7 @@ def _measured(task: LabelTask, made: np.ndarray, answers: np.ndarray) -> dict[st
 
 
 def form_of(config: ModelConfig) -> Form:
-    """Somebody else's classifier reads the ids that its tokenizer makes."""
+    """Form of rows; a classifier of another library reads its tokenizer's output unchanged."""
     foreign = not config.head.settings["task"]
     pad = config.pad_id if foreign else config.padding_id
     return Form(config.is_encoder, pad, _longest(config), foreign)

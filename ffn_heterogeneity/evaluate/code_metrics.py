@@ -1,4 +1,4 @@
-"""MBPP: programs from their descriptions, judged by running them against tests."""
+"""MBPP: generated programs, scored by running them against tests."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from ffn_heterogeneity.evaluate.sandbox.programs import Limits, Outcome, run_cod
 
 
 def extract(completion: str) -> str:
-    """The text before the first "[DONE]"; all of it where there is none."""
+    """Return the text before the first "[DONE]", or all of it."""
     return completion.partition(END)[0]
 
 
@@ -19,18 +19,18 @@ def run_solution(
     allow: bool,
     limits: Limits = Limits(),
 ) -> Outcome:
-    """Runs what a model generated for a task against its tests, in a sandbox.
+    """Run a generated solution against its task's tests, in a sandbox.
 
-    One program: what the model wrote, what the tests need, the tests; in this order, because MBPP's
-    setup code may use the solution's names (task 367 builds trees out of its class).
+    The program consists of the solution, the setup code and the tests, in this order, because
+    MBPP's setup code may use the solution's names (task 367 builds trees from its class).
 
     Args:
       tests: assert statements.
-      setup: what they need before them (`test_setup_code`).
-      allow: whether the user allowed code a model wrote to run (--config.allow_code_execution).
+      setup: setup code of the tests (`test_setup_code`).
+      allow: whether the user allowed generated code to run (--config.allow_code_execution).
 
     Raises:
-      SandboxError: not allowed, or no sandbox here.
+      SandboxError: not allowed, or no sandbox available.
       ValueError: no tests (anything would pass).
     """
     if isinstance(tests, str) or not any(text.strip() for text in tests):

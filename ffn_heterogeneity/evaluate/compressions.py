@@ -43,10 +43,10 @@ OUTPUTS = {"output_error": "y", "block_error": "block"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NtkSettings(ModelSettings):
-    """Settings that `configs/analyze.py:ntk` explains.
+    """Settings of `configs/analyze.py:ntk`.
 
     Attributes:
-      fusions: of that layer, by each method.
+      fusions: settings of the layer's compression, per method.
     """
 
     layer: int
@@ -65,7 +65,7 @@ class NtkSettings(ModelSettings):
 
     @classmethod
     def of(cls, config: ConfigDict) -> NtkSettings:
-        """The settings in a config, where keys of `Fusion` are among the others."""
+        """Return the settings of a config, which includes keys of `Fusion`."""
         shared = functools.partial(settings_from, Fusion, config, layers=str(config.layer))
         fusions = tuple(shared(method=method) for method in config.methods)
         data = settings_of(LabelSettings, config.data)
@@ -73,7 +73,7 @@ class NtkSettings(ModelSettings):
 
     @property
     def task(self) -> LabelTask:
-        """The task whose rows are read; a user's own has two labels, whose names nothing reads."""
+        """The task whose rows are read; a user's task gets two labels with arbitrary names."""
         fields = tuple(part for part in self.fields.split(",") if part)
         return get_task(self.data.task, fields, ("a", "b"))
 
@@ -83,10 +83,10 @@ class NtkSettings(ModelSettings):
 
 
 def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
-    """The analysis "ntk": of every method of compression, and of other models, how far a layer's
-    outputs and kernels are from the whole model's.
+    """The analysis "ntk": errors of a compressed layer's outputs and tangent kernels.
 
-    The head is the model's own; where it has none, one drawn by the seed.
+    It compares every compression method, and other models, with the uncompressed model. A model
+    without a head gets a random one, drawn with the seed.
 
     Returns:
       {"layer", "rows", "tokens", "kernel_norm" and "sgd_kernel_norm" (Frobenius, of the whole
@@ -96,7 +96,7 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
       block's weights; "largest_cluster": neurons in the largest cluster, where P is kept apart}}}.
 
     Raises:
-      ValueError: as `fuse` and `token_states`; rows that cannot be read.
+      ValueError: as `fuse` and `token_states`; unreadable rows.
     """
     layer = settings.layer
     if layer >= model.config.n_layers:
@@ -124,7 +124,7 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
 
 
 def with_random_head(model: Model, outputs: int = 2, seed: int = 0) -> Model:
-    """The model with a head, drawn by the seed where it has none (dtype of its embedding)."""
+    """Return the model with a head: its own, or a random one (in the embedding's dtype)."""
     if model.config.head is not None:
         return model
     head = HeadConfig.of("classification", vars(Classification(outputs=outputs)))
@@ -157,7 +157,7 @@ def _measured(settings: NtkSettings, model: Model, data: Encoded, name: str) -> 
 
 
 def _others(settings: NtkSettings, model: Model):
-    """(name, model, further results) of everything that is compared with the whole one."""
+    """(name, model, further results) of all models to compare with the uncompressed one."""
     for fusion in settings.fusions:
         other, report = fuse(model, fusion)
         kept = {"kept_share": report["kept_share"]}
@@ -184,7 +184,7 @@ def _others(settings: NtkSettings, model: Model):
 
 
 def without_kernel(model: Model, layer: int) -> Model:
-    """The model whose FFN in that layer returns its bias, whatever it reads."""
+    """Return the model with an FFN in that layer that always returns its bias."""
     silent = {
         place: replaced(ffn, "down/kernel", np.zeros_like(ffn["down"]["kernel"]))
         for place, ffn in ffn_blocks(model.config, model.params)
@@ -204,7 +204,7 @@ def _rows(settings: NtkSettings, model: Model) -> Encoded:
 
 
 def _say(results: Mapping[str, Any], workdir: epath.Path) -> None:
-    """A table on stderr, and the errors of the kernels as bars (Figure 1)."""
+    """Print a table on stderr, and draw the kernels' errors as bars (Figure 1)."""
     errors = results["errors"]
     names = list(dict.fromkeys(name for row in errors.values() for name in row))
     rows = [[one, *(number(row.get(name)) for name in names)] for one, row in errors.items()]

@@ -1,4 +1,4 @@
-"""Entropy, gini and mstd of a model's outgoing weights, layer by layer."""
+"""Entropy, Gini index and mstd of a model's outgoing weights, by layer."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ STATISTICS = ("entropy", "gini", "mstd")
 
 
 def connectivity(settings: ModelSettings, model: Model, workdir: epath.Path) -> dict[str, Any]:
-    """The analysis "connectivity": the layers' sums, their table, `<workdir>/connectivity.png`."""
+    """The analysis "connectivity": sums per layer, a table, and `<workdir>/connectivity.png`."""
     layers = layer_sums(model, workdir)
     cells = [
         (i, layer["neurons"], *(f"{layer[name] / layer['neurons']:.5g}" for name in STATISTICS))
@@ -28,12 +28,12 @@ def connectivity(settings: ModelSettings, model: Model, workdir: epath.Path) -> 
 
 
 def _uniform(d: int) -> tuple[float, float, float]:
-    """The statistics of a neuron whose outgoing weights are all alike."""
+    """Statistics of a neuron whose outgoing weights are all equal."""
     return math.log(d), 1 - 1 / d, 0.0
 
 
 def layer_sums(model: Model, folder: epath.Path) -> list[dict[str, Any]]:
-    """Each layer's sums over its neurons, and how many it has; draws `connectivity.png`."""
+    """Return each layer's sums over its neurons, and their number; draw `connectivity.png`."""
     sums = layer_statistics(model.params)
     widths = model.config.ffn_widths
     layers = [{**row, "neurons": width} for row, width in zip(sums, widths, strict=True)]

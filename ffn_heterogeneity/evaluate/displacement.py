@@ -46,15 +46,16 @@ def displacements(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Psi_1 .. Psi_L averaged over tokens: {positions: {reading: float64 [L]}}.
 
-    Over all tokens of the documents and over the last of each, before and after the final norm: all
-    from one pass. Only Psi_L depends on the norm.
+    Positions are all tokens of the documents, or the last token of each; readings are before and
+    after the final norm. All are computed in one pass. Only Psi_L depends on the norm.
 
     Args:
       params: stacked tree; numpy leaves are put on the device once.
-      documents: token ids, int [length] each; none sees another, and padding counts nowhere.
+      documents: token ids, int [length] each; documents do not see each other, and padding is
+        ignored.
 
     Raises:
-      ValueError: ids that do not fit (`checked_rows`), or a displacement that is not finite.
+      ValueError: invalid ids (`checked_rows`), or a non-finite displacement.
     """
     rows = checked_rows(documents, config.vocab_size)
     batches = token_batches(rows, batch_size, progress=progress)
@@ -73,11 +74,11 @@ def displacements(
 
 
 def describe(psi: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
-    """The readings of `displacements`, of all tokens and, under "last", of the last ones, each with
-    its jump rates; block influence and its ranking.
+    """Summarize `displacements`: the readings with jump rates, block influence and its ranking.
 
-    Block influence is E[1 - cos] = 2 Psi (before the final norm); "least_influential" lists layers,
-    counted from 0, in the order in which that criterion removes them.
+    The readings are over all tokens and, under "last", over last tokens. Block influence is
+    E[1 - cos] = 2 Psi (before the final norm); "least_influential" lists layers, counted from 0, in
+    the order in which that criterion removes them.
     """
 
     def described(values: np.ndarray) -> dict[str, Any]:
@@ -96,8 +97,8 @@ class DisplacementSettings(TextSettings):
     """Settings of a text, or of the documents in field `text_field` of a JSONL file.
 
     Attributes:
-      max_documents: the first so many; 0: all.
-      revisions: of a hub id, each one a checkpoint.
+      max_documents: maximum number of documents, from the first; 0: all.
+      revisions: revisions of a hub id, each a checkpoint.
     """
 
     jsonl: str
@@ -113,13 +114,13 @@ class DisplacementSettings(TextSettings):
         return list(itertools.islice(texts, self.max_documents or None))
 
     def documents(self, model: Model) -> tuple[list[np.ndarray], int]:
-        """Ids of the documents, and how many of them were cut to `window`.
+        """Return the documents' ids, and how many documents were cut to `window`.
 
-        A bos comes first in each, and does not count as one of the window's tokens, unless `bos` is
-        "none".
+        Unless `bos` is "none", each begins with a bos, which does not count as one of the window's
+        tokens.
 
         Raises:
-          ValueError: as `read`; the model has no tokenizer, or that no bos.
+          ValueError: as `read`; the model has no tokenizer, or the tokenizer no bos.
         """
         tokenizer, window = tokenizer_of(model), self.window
         check_choice("bos", self.bos, WINDOW_BOS)
@@ -142,9 +143,9 @@ def _text(field: str, row: Mapping[str, Any]) -> str:
 
 
 def displacement(settings: DisplacementSettings, load: Load, workdir: epath.Path) -> dict:
-    """The analysis "displacement"; of every checkpoint where the model is a directory of them.
+    """The analysis "displacement"; for a directory of checkpoints, of each checkpoint.
 
-    The row of each checkpoint is kept in `<workdir>/series` as soon as it is there.
+    The row of each checkpoint is saved in `<workdir>/series` when it is complete.
 
     Raises:
       ValueError: as `load_model` and `displacements`.
@@ -196,7 +197,7 @@ def _of_model(settings: DisplacementSettings, model: Model) -> dict:
 
 
 def _say(name: str, result: dict) -> None:
-    """A table on stderr: every layer's displacement, the jump rates, the tokens averaged over."""
+    """Print a table: every layer's displacement, the jump rates, and the number of tokens."""
     parts = {"all": result, "last": result["last"]}
     header = [f"{reading.split('_')[0]}, {which}" for which in parts for reading in READINGS]
     columns = []
@@ -213,7 +214,7 @@ def _say(name: str, result: dict) -> None:
 
 
 def _draw(panels: dict[str, dict[str, dict]], workdir: epath.Path) -> None:
-    """Psi against the layer (JREG, Figures 2 and 4), a line a reading or checkpoint."""
+    """Plot Psi against the layer (JREG, Figures 2 and 4), one line per reading or checkpoint."""
     curves: dict[str, dict] = {title: {} for title in panels}
     for title, lines in panels.items():
         for label, reading in lines.items():
@@ -225,7 +226,7 @@ def _draw(panels: dict[str, dict[str, dict]], workdir: epath.Path) -> None:
 
 
 def _curve(rows: list[dict], path: epath.Path) -> None:
-    """zeta against training steps, one line a rate and reading (JREG, Table 7)."""
+    """Plot zeta against training steps, one line per rate and reading (JREG, Table 7)."""
     lines = {
         f"{rate} {_words(name)}": {
             row["step"]: row[name][rate] for row in rows if rate in row[name]
@@ -237,8 +238,8 @@ def _curve(rows: list[dict], path: epath.Path) -> None:
 
 
 def checkpoints_in(model: str) -> list[tuple[str, str]]:
-    """(name, directory) of every model in a directory that is no model itself, by step."""
-    # What is no local directory (a hub id, a preset) has none.
+    """(name, directory) of the models in a directory that is not itself a model, by step."""
+    # Hub ids and presets are not directories: they have no checkpoints.
     root = epath.Path(model)
     if not model or not root.is_dir() or (root / "config.json").exists():
         return []

@@ -1,14 +1,13 @@
-"""The harness's tasks that may grade what a model wrote: those whose graders were read.
+"""The list of the harness's tasks whose graders were reviewed and may see generated text.
 
 A grader that calls `eval`, sympy's `parse_expr` or a program runs a model's answer as code in this
-process, and few tasks say so (`unsafe_code`). So tasks are allowed by what they are, not rejected
-by their mark:
+process, and few tasks are marked so (`unsafe_code`). So there is a list of allowed graders:
 
-  a question without a text    multiple choice, log-likelihoods: graders see numbers alone
-  the harness's own graders    metrics, aggregations and filters of lm_eval/api and lm_eval/filters,
+  questions without text       multiple choice, log-likelihoods: graders see only numbers
+  the harness's graders        metrics, aggregations and filters of lm_eval/api and lm_eval/filters,
                                of any version
-  code of a task               where its file was read, as `READ` says
-  graders of this package      harness_tasks/grading.py, where programs run in the sandbox
+  code of a task               if its file was reviewed (`READ`)
+  graders of this package      harness_tasks/grading.py, which runs programs in the sandbox
 """
 
 import functools
@@ -20,13 +19,13 @@ from typing import Any
 
 from ffn_heterogeneity.evaluate.harness_tasks import grading
 
-# SHA-256 of files of lm_eval 0.4.13 that somebody read from the first line to the last, with all
-# that they import except numpy and the standard library, and found that what a model wrote is only
-# cut, counted, matched and compared: never evaluated, parsed by sympy, run, unpickled, written to a
-# file or sent. They import no other task's code. The digest of one more, once it was read:
+# SHA-256 of reviewed files of lm_eval 0.4.13. They were read completely, with all their imports
+# except numpy and the standard library: generated text is only cut, counted, matched and compared,
+# never evaluated, parsed by sympy, run, unpickled, written to a file or sent. They import no other
+# task's code. To add a file after a review, compute its digest:
 #   sha256sum "$(python -c 'import lm_eval; print(lm_eval.__path__[0])')"/tasks/drop/utils.py
 READ = {
-    # Of bbh/zeroshot and bbh/cot_zeroshot.
+    # bbh/zeroshot and bbh/cot_zeroshot.
     "bbh": "ecc017c5c3c0a03757d94072fb74feac74406b63d2f6efa6ec68f73f8db8a9fd",
     "drop": "a5782ee7d2e537968a5b83976195ae2b9b6e2a565a0bfb5c24d221b4d61a04f5",
     "hendrycks_math": "8332e42f23c62043b23d74ee6d3934f997b209cd60a1ad45b7882d6b00929d5c",
@@ -36,16 +35,16 @@ OURS = Path(grading.__file__)
 
 
 def running(task: Any) -> str:
-    """The way in which a task's grader could run what the model wrote; "" if it cannot."""
+    """Describe how a task's grader could run generated text as code; "" if it cannot."""
     files = [*map(_file, _graders(task))]
     for file in files:
         if file != OURS and not _was_read(file):
-            return f"is graded by {file}, which nobody read: it could run"
+            return f"is graded by {file}, which was not reviewed: it could run"
     return "runs" if getattr(task, "UNSAFE_CODE", False) and OURS not in files else ""
 
 
 def _graders(task: Any) -> Iterator[Any]:
-    """All functions and classes that get to see what the model wrote."""
+    """All functions and classes that get the generated text."""
     from lm_eval.api.task import ConfigurableTask
 
     if type(task) is not ConfigurableTask:
@@ -61,7 +60,7 @@ def _file(grader: Any) -> Path:
     """The file of a grader's code."""
     while isinstance(grader, functools.partial):
         grader = grader.func
-    # What the harness makes of a function in metric_list is its `__call__`.
+    # The harness wraps a function of metric_list; the original is in `__call__`.
     grader = getattr(grader, "__self__", grader)
     named = inspect.isroutine(grader) or inspect.isclass(grader)
     try:

@@ -1,4 +1,4 @@
-"""Our models as a language model of lm-evaluation-harness (extra `eval`); torch is not needed."""
+"""Our models as language models of lm-evaluation-harness (extra `eval`), without PyTorch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,20 +21,20 @@ MAX_NEW_TOKENS = 256
 class HarnessLM(TemplateLM):
     """A model for `lm_eval.simple_evaluate(model=HarnessLM(...))`.
 
-    Tokens are made as the harness's own `hf` model makes them: the tokenizer's rule says whether a
-    bos is put first, a text that already begins with one gets no second, trailing spaces of a
-    context belong to its continuation, and a context without tokens is the bos (or eos) alone.
-    Two exceptions: a prompt too long to be continued keeps its bos, and one of a task that says so
-    (LongBench's) loses its middle instead of its beginning.
+    Texts are tokenized as in the harness's `hf` model: the tokenizer's rule decides whether a bos
+    is added, a text that already begins with one gets no second, trailing spaces of a context
+    belong to its continuation, and an empty context is replaced by bos (or eos). There are two
+    exceptions: a truncated prompt keeps its bos, and prompts of some tasks (LongBench's) are cut in
+    the middle instead of at the beginning.
 
     Args:
       model: from `io.load.load_model`; with a tokenizer.
-      options: how to compute.
-      batch_size: rows of a batch of generation.
-      batch_tokens: tokens of a batch of scoring.
-      max_length: longest input, of generation with what is generated; None: the model's positions.
-      add_bos: None: as the tokenizer does; or True, False.
-      stop: strings that end every text, beside those of its request.
+      options: run options.
+      batch_size: rows per batch of generation.
+      batch_tokens: tokens per batch of scoring.
+      max_length: maximum input length, including generated tokens; None: the model's positions.
+      add_bos: True or False; None: the tokenizer's rule.
+      stop: strings that end every text, in addition to those of its request.
 
     Raises:
       ValueError: the model has no tokenizer.
@@ -68,7 +68,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands for an empty context."""
+        """The token that replaces an empty context."""
         for found in (self.tokenizer.bos_token_id, self.eot_token_id):
             if found is not None:
                 return found
@@ -84,19 +84,19 @@ class HarnessLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Ids of a text; `add_special_tokens` None: with a bos where there should be one."""
+        """Ids of a text; with `add_special_tokens` None, a bos is added by the rule above."""
         add = self.add_bos if add_special_tokens is None else add_special_tokens
         bos = self.tokenizer.bos_token
         if add_special_tokens is None and bos and string.startswith(bos):
             add = False
-        # The tokenizer's own rule, which is not always True.
+        # The tokenizer's rule, which is not always True.
         arguments = {} if add is None else {"add_special_tokens": add}
         return list(self.tokenizer.encode(string, **arguments))
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as the tokenizer's template writes it."""
+        """Render the conversation with the tokenizer's chat template."""
         return render_template(
             self.tokenizer,
             chat_history,
@@ -105,10 +105,10 @@ class HarnessLM(TemplateLM):
         )
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log p of a continuation after its context, whether greedy decoding writes it) of each.
+        """(log p of the continuation given the context, whether it is greedy) of each request.
 
         Raises:
-          ValueError: a continuation without tokens, or a context without and no token for it.
+          ValueError: a continuation without tokens, or an empty context that cannot be replaced.
         """
         shown = bar("" if disable_tqdm else "encode", requests)
         pairs = [(request.args, *self._encode_pair(*request.args)) for request in shown]
@@ -120,13 +120,13 @@ class HarnessLM(TemplateLM):
         else:
             before, ids = [], self.tok_encode(continuation, add_special_tokens=False)
         if not before:
-            # Also of white space alone, which belongs to the continuation.
+            # Also for a context of only white space, which belongs to the continuation.
             before = [self.prefix_token_id]
             ids = ids[1:] if ids[:1] == before else ids
         if not ids:
             raise ValueError(
                 f"the answer {continuation!r:.60} after {context[-60:]!r} adds no token to it, so "
-                "it has no probability: mend this row of the task's file, or leave it out"
+                "it has no probability: fix this row of the task's file, or leave it out"
             )
         return before, ids
 
@@ -145,7 +145,7 @@ class HarnessLM(TemplateLM):
         return answers
 
     def _fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """The pair without the oldest tokens that do not fit; at least one is context."""
+        """Remove the oldest tokens that do not fit; at least one context token remains."""
         over = len(context) + len(continuation) - 1 - self.max_length
         if over <= 0:
             return context, continuation
@@ -153,7 +153,7 @@ class HarnessLM(TemplateLM):
         return context, continuation[-self.max_length :]
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        """log p of whole texts, window after window; every token is predicted once."""
+        """log p of whole texts, window by window; every token is predicted once."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows, owners = [], []
@@ -174,15 +174,15 @@ class HarnessLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to a stop string, eos or the request's limit.
+        """Generate continuations up to a stop string, eos or the request's limit.
 
         Raises:
-          ValueError: a request that asks for what is not offered (beams, top-k ...), or for more
-            tokens than `max_length` has room for.
+          ValueError: a request for an unsupported option (beams, top-k ...), or for more tokens
+            than `max_length` allows.
         """
         samplings, prompts = [], []
         for request in requests:
-            # A row of LongBench says how long its answer may be, and what a long prompt loses.
+            # LongBench's rows have the maximum answer length and the part of the prompt to cut.
             own = {key: request.doc[key] for key in ("max_gen_toks",) if key in request.doc}
             sampling = self._sampling(request.args[1] | own)
             middle = request.doc.get("cut") == "middle"
@@ -196,11 +196,10 @@ class HarnessLM(TemplateLM):
         return [one.text for one in found]
 
     def _prompt(self, text: str, new: int, middle: bool = False) -> list[int]:
-        """Ids of a text without those that leave no room for `new` tokens.
+        """Ids of a text, cut to leave room for `new` tokens.
 
         Args:
-          middle: the first and the last half of what there is room for stay (as LongBench does);
-            otherwise the last, and a bos.
+          middle: cut the middle (as LongBench does); otherwise cut the beginning and keep a bos.
         """
         ids = self.tok_encode(text) or [self.prefix_token_id]
         room = self.max_length - new
@@ -216,9 +215,9 @@ class HarnessLM(TemplateLM):
         return [*ids[:first], *ids[len(ids) - room + first :]]
 
     def _ends(self, until: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """(stop strings, ids that end a text) of `until` and the model's and tokenizer's eos.
+        """(stop strings, ids that end a text) from `until` and the model's and tokenizer's eos.
 
-        A special token is not in the decoded text, where it would be looked for in vain.
+        Special tokens must be ids, because they do not appear in the decoded text.
         """
         decode, stop, eos = self.tokenizer.decode, [], [self.tokenizer.eos_token_id]
         if self.eot_token_id is not None:
@@ -242,8 +241,8 @@ class HarnessLM(TemplateLM):
         top_p = wanted.pop("top_p", 1.0)
         if wanted:
             raise ValueError(
-                f"generation with {sorted(wanted)} is not offered: until, do_sample, temperature, "
-                "top_p and max_gen_toks are"
+                f"generation with {sorted(wanted)} is not supported: use until, do_sample, "
+                "temperature, top_p and max_gen_toks"
             )
         limit = next((n for n in tokens if n), MAX_NEW_TOKENS)
         if sample is False:

@@ -1,4 +1,4 @@
-"""Hidden states of every layer, in the convention of the usual torch library."""
+"""Hidden states of every layer, in the convention of transformers."""
 
 import functools
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ def hidden_states(
     batch_size: int = 32,
     options: RunOptions = RunOptions(),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(states [B, L + 1, T, D], mask bool [B, T]) of texts, pairs of them, or token ids [B, T].
+    """Return (states [B, L + 1, T, D], mask bool [B, T]) of texts, text pairs or token ids [B, T].
 
-    State 0 is what the first block reads, state L what comes out of the last, behind the final norm
-    where the model has one. States at padding mean nothing.
+    State 0 is the input of the first block, state L the output of the last, after the final norm if
+    the model has one. States at padding are meaningless.
 
     Args:
-      texts: read as `encode_texts` says, padded at the end (one string is one text, B = 1); or an
-        array of integers, the ids.
-      mask: of ids, which are real (padding may stand on either side); None: all.
+      texts: texts or pairs as in `encode_texts`, padded at the end (one string is one text, B = 1);
+        or an array of integers, the ids.
+      mask: for ids: False at padding, which may be on either side; None: no padding.
 
     Raises:
-      ValueError: a model without a tokenizer, texts that are none, ids outside the vocabulary.
+      ValueError: a model without a tokenizer, invalid texts, ids outside the vocabulary.
     """
     model = one_model(model)
     if isinstance(texts, np.ndarray) and texts.dtype.kind in "iu":

@@ -1,4 +1,4 @@
-"""Token ids to evaluate on: windows of a text, rows of a .npy file, or documents of JSONL."""
+"""Inputs of evaluations: windows of a text, rows of a .npy file, or documents of JSONL."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ from ffn_heterogeneity.models.options import COMPUTE_DTYPES, RunOptions, choose_
 from ffn_heterogeneity.wording import check_choice, check_numbers, first_line
 
 Rows = TypeVar("Rows", bound=Sequence[np.ndarray])
-# Said of what is NaN or infinite.
+# Part of the message for NaN or infinity.
 OVERFLOW = (
     "the weights or the computation overflow; try compute_dtype=float32, or check the checkpoint"
 )
@@ -27,13 +27,13 @@ FILES = ("text", "jsonl", "token_ids")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The model that is measured, and how it is computed.
+    """The measured model, and run options.
 
     Attributes:
       model: a directory, a .gguf file, a hub id or the name of a preset.
       revision: branch, tag or commit of a hub id.
-      compute_dtype: of `COMPUTE_DTYPES`.
-      batch_size: rows computed at once, where rows are read.
+      compute_dtype: a name of `COMPUTE_DTYPES`.
+      batch_size: rows per batch.
     """
 
     model: str
@@ -53,12 +53,15 @@ class ModelSettings:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Arguments of functions that compute batches of rows."""
+        """Keyword arguments of functions that compute batches of rows."""
         return {"options": self.options, "batch_size": self.batch_size}
 
     def read(self) -> Any:
-        """The measurement's inputs, from their files; `run.check_config` reads them, too, so that a
-        wrong file is an error before a model is loaded."""
+        """Read the measurement's inputs from their files.
+
+        `run.check_config` also calls it, so that an invalid file is an error before a model is
+        loaded.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ class TextSettings(ModelSettings):
     window_every: int = 1
 
     def read(self) -> Any:
-        """The text, or the ids [windows, length].
+        """Read the text, or the ids [windows, length].
 
         Raises:
           ValueError: not exactly one file is given, or it cannot be read.
@@ -90,7 +93,7 @@ class TextSettings(ModelSettings):
         return read_token_ids(self.token_ids) if self.token_ids else read_utf8(self.text)
 
     def rows(self, model: Model) -> np.ndarray:
-        """int [windows, length].
+        """Return the windows' ids, int [windows, length].
 
         Raises:
           ValueError: as `read`; the model has no tokenizer; the text is too short.
@@ -132,10 +135,10 @@ class PerplexitySettings(TextSettings):
 
 
 def prompt_rows(model: Model, texts: Sequence[str], chat: bool = False) -> list[list[int]]:
-    """The ids of texts to be continued; `chat`: of questions, in the tokenizer's template.
+    """Return the ids of prompts; with `chat`, of questions in the tokenizer's chat template.
 
     Raises:
-      ValueError: the model has no tokenizer, or that no template.
+      ValueError: the model has no tokenizer, or the tokenizer no template.
     """
     tokenizer = tokenizer_of(model)
     if not chat:
@@ -145,10 +148,10 @@ def prompt_rows(model: Model, texts: Sequence[str], chat: bool = False) -> list[
 
 
 def text_rows(texts: str | Sequence[Any] | np.ndarray) -> list[tuple]:
-    """Rows of one text or more each, of texts given in Python; one string is one text.
+    """Convert texts given in Python to rows of one or more texts; one string is one text.
 
     Raises:
-      ValueError: as `one_text`, of one string.
+      ValueError: as `one_text`, for one string.
     """
     texts = texts.tolist() if isinstance(texts, np.ndarray) else texts
     listed = [one_text(texts)] if isinstance(texts, (str, os.PathLike)) else texts
@@ -156,11 +159,11 @@ def text_rows(texts: str | Sequence[Any] | np.ndarray) -> list[tuple]:
 
 
 def one_text(text: Any) -> str:
-    """The text itself.
+    """Return the text after checking it.
 
     Raises:
-      TypeError: no string.
-      ValueError: the path of a file; says how to read it.
+      TypeError: not a string.
+      ValueError: the path of a file; the message shows how to read it.
     """
     path = os.fspath(text)
     if path is not text or (len(path) < 1000 and os.path.isfile(os.path.expanduser(path))):
@@ -172,32 +175,32 @@ def one_text(text: Any) -> str:
 def tokenizer_of(
     model: Model, why: str = "no text can be read, add its files, or give --config.token_ids"
 ) -> Any:
-    """The model's; a ValueError that says `why` one is needed where it has none."""
+    """Return the model's tokenizer; raise ValueError with the reason `why` if it has none."""
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer: {why}")
     return model.tokenizer
 
 
 def checked_rows(rows: Rows, vocab_size: int) -> Rows:
-    """The rows: integers of at least two columns within the vocabulary.
+    """Check that rows are integers of at least two columns within the vocabulary.
 
     Args:
       rows: one array [windows, length], or rows of unequal lengths.
 
     Raises:
-      ValueError: says what they are.
+      ValueError: invalid rows.
     """
     if isinstance(rows, np.ndarray) and (rows.ndim != 2 or len(rows) < 1 or rows.shape[1] < 2):
-        raise ValueError(f"token ids have shape {rows.shape}: [windows, length >= 2] is needed")
+        raise ValueError(f"token ids have shape {rows.shape}; expected [windows, length >= 2]")
     ids = np.concatenate(rows)
     if not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"token ids are {ids.dtype}: integers are needed")
+        raise ValueError(f"token ids are {ids.dtype}; expected integers")
     check_vocabulary(ids, vocab_size)
     return rows
 
 
 def read_token_ids(path: str) -> np.ndarray:
-    """Integers [windows, length] of a .npy file; pickled objects are refused.
+    """Read integers [windows, length] from a .npy file; pickled objects are rejected.
 
     Raises:
       ValueError: the file is not such an array.
@@ -205,7 +208,7 @@ def read_token_ids(path: str) -> np.ndarray:
     try:
         with epath.Path(path).open("rb") as file:
             ids = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError, MemoryError) as error:  # of sizes that its header makes up
+    except (ValueError, EOFError, MemoryError) as error:  # for sizes in a malicious header
         said = first_line(error)
         raise ValueError(f"{path} is not a plain .npy array of integers: {said}") from None
     if not isinstance(ids, np.ndarray):

@@ -1,7 +1,7 @@
-"""Metrics of labels and of numbers, as GLUE has them, with bootstrap intervals over rows.
+"""GLUE's metrics of labels and of numbers, with bootstrap intervals over rows.
 
-Of labels everything is a function of the confusion table C[reference, prediction], and a resample
-of n rows has a multinomial table of n draws from C / n: no row is drawn by itself.
+All metrics of labels are functions of the confusion table C[reference, prediction]. The table of a
+bootstrap resample of n rows is multinomial, n draws from C / n, so rows need not be drawn.
 """
 
 import functools
@@ -18,7 +18,7 @@ DRAWS, SEED = 1_000, 0
 
 
 def task_metrics(task: LabelTask, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-    """The metrics of a task, with intervals."""
+    """Compute the metrics of a task, with intervals."""
     if task.regression:
         return number_metrics(predictions, targets, task.metrics)
     return label_metrics(predictions, targets, len(task.labels), task.metrics)
@@ -27,18 +27,18 @@ def task_metrics(task: LabelTask, predictions: np.ndarray, targets: np.ndarray) 
 def label_metrics(
     predictions: np.ndarray, targets: np.ndarray, count: int, names: Sequence[str]
 ) -> dict[str, float]:
-    """`{name, name_low, name_high}` of each metric, and "n".
+    """Compute `{name, name_low, name_high}` of each metric, and "n".
 
         accuracy:  sum_c C[c, c] / n
-        f1:        2 TP / (2 TP + FP + FN) of label 1, as GLUE takes it of two labels
-        macro_f1:  the mean of every label's
-        matthews:  the correlation R_K of any number of labels (Gorodkin 2004; of two, Matthews')
+        f1:        2 TP / (2 TP + FP + FN) of label 1, as in GLUE for two labels
+        macro_f1:  mean F1 over all labels
+        matthews:  the correlation R_K of any number of labels (Gorodkin 2004; for two, Matthews')
 
     0 / 0 is 0. Intervals are the middle 95% of 1,000 resamples.
 
     Args:
       predictions, targets: numbers of labels, [n].
-      count: how many labels there are.
+      count: number of labels.
     """
     meant, said = np.indices((count, count)).reshape(2, -1).tolist()
     table = np.bincount(targets.astype(int) * count + predictions.astype(int), minlength=count**2)
@@ -61,8 +61,7 @@ def number_metrics(
 ) -> dict[str, float]:
     """Metrics of numbers, in the form of `label_metrics`: "spearman", "pearson".
 
-    Of equal numbers all have their mean rank. A resample in which either side is constant has a
-    correlation of 0.
+    Ties have their mean rank. The correlation is 0 in a resample in which either side is constant.
     """
     n, found = len(targets), dict[str, float]()
     for name in names:

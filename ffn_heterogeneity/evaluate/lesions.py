@@ -1,4 +1,4 @@
-"""The cost of losing each neuron alone; the forward pass starts at the state before its layer."""
+"""Damage by removing each neuron alone; the forward pass starts at the state before its layer."""
 
 import dataclasses
 import functools
@@ -29,14 +29,16 @@ from ffn_heterogeneity.tree import replaced
 from ffn_heterogeneity.wording import check_numbers
 
 BLOCK_INPUT = Probe("block_input", lambda seen, batch, per_layer: seen.block_input, kind="example")
-SHOWN, LEAST = 10, 1e-6  # neurons that are printed; the least damage of the figure's log axis
+SHOWN, LEAST = 10, 1e-6  # printed neurons; minimum of the figure's log axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LesionSettings(TextSettings):
-    """Attributes:
-    layer, token: as of `massive_weights`.
-    others, seed: how many neurons of other layers are drawn, and by which seed.
+    """Settings of `lesions`.
+
+    Attributes:
+      layer, token: as in `massive_weights`.
+      others, seed: number of random neurons of other layers, and their seed.
     """
 
     layer: int | None
@@ -50,15 +52,15 @@ class LesionSettings(TextSettings):
 
 
 def lesions(settings: LesionSettings, model: Model, workdir: epath.Path) -> dict:
-    """The analysis "lesions": every neuron of one layer and `settings.others` of the other layers,
-    removed alone.
+    """The analysis "lesions": remove single neurons and measure the damage.
 
-    Every damage is kept in `<workdir>/metrics.jsonl` as it is found, and the same command goes on.
+    It covers every neuron of one layer and `settings.others` neurons of the other layers. Every
+    damage is appended to `<workdir>/metrics.jsonl`; the same command resumes.
 
     Returns:
-      {"layer_index" (from 0), "nll" (of the whole model, nats a token), "neurons": a row each,
-      {"layer", "neuron", "damage" (nats a token), "entropy_rank" (the share of its layer's neurons
-      that have a lower entropy: removal by entropy takes 1 first), "bos" (|h| on bos)}}.
+      {"layer_index" (from 0), "nll" (of the unpruned model, nats per token), "neurons": one row
+      each, {"layer", "neuron", "damage" (nats per token), "entropy_rank" (the share of the layer's
+      neurons with a lower entropy: removal by entropy starts at 1), "bos" (|h| on bos)}}.
 
     Raises:
       ValueError: as `massive_weights` and `TextSettings.rows`; a layer with experts.
@@ -68,7 +70,7 @@ def lesions(settings: LesionSettings, model: Model, workdir: epath.Path) -> dict
     found = massive_weights(model.config, model.params, settings.layer, settings.token)
     blocks = {place.layer: block for place, block in ffn_blocks(model.config, model.params)}
     chosen = draw_neurons(model.config, found.layer, settings.others, settings.seed)
-    # Neuron -1 stands once for each layer that is drawn.
+    # Neuron -1 (no removal) appears once for each drawn layer.
     ranks = {layer: entropy_ranks(blocks[layer], layer) for layer, i in chosen if i < 0}
     damages = _damages(settings, model, chosen, workdir)
     neurons = [
@@ -89,7 +91,7 @@ def lesions(settings: LesionSettings, model: Model, workdir: epath.Path) -> dict
 
 
 def draw_neurons(config: ModelConfig, layer: int, others: int, seed: int) -> list[tuple[int, int]]:
-    """(layer, neuron): all of one layer, some of the rest; layer by layer, -1 (none) first."""
+    """(layer, neuron) pairs: all of one layer, some of the rest; by layer, with -1 (none) first."""
     rest = [(i, j) for i, width in enumerate(config.ffn_widths) if i != layer for j in range(width)]
     picks = np.random.default_rng(seed).permutation(len(rest))[:others]
     some = sorted(rest[i] for i in picks)
@@ -101,7 +103,7 @@ def draw_neurons(config: ModelConfig, layer: int, others: int, seed: int) -> lis
 
 
 def entropy_ranks(ffn: dict, layer: int) -> np.ndarray:
-    """The share of the layer's neurons whose outgoing weights have a lower entropy, [m]."""
+    """Share of the layer's neurons with a lower outgoing entropy, for each neuron, [m]."""
     scores = layer_scores("entropy", ffn, layer=layer)
     return np.searchsorted(np.sort(scores), scores) / max(len(scores) - 1, 1)
 
@@ -109,9 +111,9 @@ def entropy_ranks(ffn: dict, layer: int) -> np.ndarray:
 def _damages(
     settings: LesionSettings, model: Model, chosen: Sequence[tuple[int, int]], workdir: epath.Path
 ) -> dict[tuple[int, int], float]:
-    """(layer, neuron) -> NLL without it; neuron -1: without none.
+    """{(layer, neuron): NLL without the neuron}; neuron -1: no removal.
 
-    `observe` gives the states before each layer; the loop here is over changed weights, not data.
+    `observe` computes the states before each layer; the loop is over changed weights, not data.
     """
     kept = read_metrics(workdir / "metrics.jsonl")
     done = {(row["layer"], row["neuron"]): float(row["nll"]) for row in kept}
@@ -137,7 +139,7 @@ def _damages(
 def resumed(
     config: ModelConfig, tree: dict, states_btd: jax.Array, layer: int
 ) -> tuple[ModelConfig, dict]:
-    """The layers from `layer` on, as a model whose token i is the i-th of the states before it."""
+    """The layers from `layer` on, as a model whose embedding of token i is the i-th state."""
     layers, kernel = tree["layers"][layer:], tree["embed"]["embedding"].T
     own = dataclasses.replace(
         config, layers=config.layers[layer:], tied=False, embedding_multiplier=1.0
@@ -149,7 +151,7 @@ def resumed(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _nll(config, options, params, targets, neuron):
-    """Mean NLL without one neuron of the first layer; -1: whole."""
+    """Mean NLL without one neuron of the first layer; -1: no removal."""
     first_slot = slots(params)[0]
     kernel = first_slot.tree["ffn"]["down"]["kernel"]
     lost = (jnp.arange(kernel.shape[1]) == neuron)[None, :, None]
@@ -174,12 +176,12 @@ def _say(result: dict) -> None:
 
 
 def _draw(result: dict, workdir: epath.Path) -> None:
-    """Damage against |h(bos)| and against the rank of entropy."""
+    """Plot the damage against |h(bos)| and against the entropy rank."""
     if importlib.util.find_spec("matplotlib") is None:
         return
     groups = {f"layer {result['layer_index'] + 1}, all": True, "other layers": False}
     panels = []
-    for key, xlabel in (("bos", "|h| on bos"), ("entropy_rank", "rank of entropy (1 goes first)")):
+    for key, xlabel in (("bos", "|h| on bos"), ("entropy_rank", "entropy rank (1: removed first)")):
         lines = []
         for label, own in groups.items():
             some = [x for x in result["neurons"] if (x["layer"] == result["layer_index"]) == own]

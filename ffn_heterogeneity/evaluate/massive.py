@@ -1,4 +1,4 @@
-"""The layer where massive activations begin, and the weights that make them (MW, section 2)."""
+"""The layer where massive activations begin, and the weights that cause them (MW, section 2)."""
 
 import dataclasses
 from typing import Any
@@ -17,15 +17,17 @@ from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.wording import markdown_table
 
 SHOWN = 3  # the paper's figures: the three largest and the median
-# Where bos stands in a sentence of n tokens (Figure 2).
+# Positions of bos in a sentence of n tokens (Figure 2).
 PLACES = {"none": None, "first": lambda n: 0, "middle": lambda n: n // 2, "last": lambda n: n}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MassiveSettings(ModelSettings):
-    """Attributes:
-    layer, token: as of `massive_weights`.
-    sentence: around which bos is put.
+    """Settings of `massive`.
+
+    Attributes:
+      layer, token: as in `massive_weights`.
+      sentence: text into which bos is inserted.
     """
 
     layer: int | None
@@ -34,13 +36,14 @@ class MassiveSettings(ModelSettings):
 
 
 def massive(settings: MassiveSettings, model: Model, workdir: epath.Path) -> dict:
-    """The analysis "massive": the massive layer, its neurons, every state of every layer when bos
-    stands alone, and what bos does elsewhere in `settings.sentence`.
+    """The analysis "massive": the massive layer, its neurons, and the states of a lone bos.
+
+    With a tokenizer it also measures bos at other positions of `settings.sentence`.
 
     Returns:
       {"layer" (from 1), "layer_index" (from 0), "indices" and "magnitudes" of the 32 largest |h|,
-      "token", "layers": a row a layer, {state: {"top", "indices", "median"}}; with a tokenizer
-      "sinks" and "bos": {place: what `magnitudes_by_token` says}}.
+      "token", "layers": one row per layer, {state: {"top", "indices", "median"}}; with a tokenizer
+      "sinks" and "bos": {place: result of `magnitudes_by_token`}}.
 
     Raises:
       ValueError: as `massive_weights`.
@@ -74,13 +77,13 @@ def massive(settings: MassiveSettings, model: Model, workdir: epath.Path) -> dic
 
 
 def _seen(model: Model, options: Any, ids: list[int], probe: Probe = MAGNITUDES) -> dict:
-    """The probe's results of one row of tokens."""
+    """The probe's results for one row of tokens."""
     batches = [{"tokens": np.array([ids], np.int32)}]
     return observe(model.config, model.params, batches, probe, options=options)[probe.name]
 
 
 def _row(state: dict) -> dict[str, Any]:
-    """Of one token: its `SHOWN` largest magnitudes, where they are, and the median."""
+    """Row of one token: its `SHOWN` largest magnitudes, their indices, and the median."""
     return {
         "top": np.asarray(state["values"][:SHOWN]).tolist(),
         "indices": np.asarray(state["indices"][:SHOWN]).tolist(),
@@ -89,7 +92,7 @@ def _row(state: dict) -> dict[str, Any]:
 
 
 def sinks(model: Model, sentence: str, token: int, options: Any) -> list[float]:
-    """The share of attention, layer by layer, that a sentence's tokens give to bos before it."""
+    """Share of attention, per layer, of a sentence's tokens to the bos before it."""
     ids = [token, *model.tokenizer.encode(sentence, add_special_tokens=False)]
     seen = _seen(model, options, ids, SINKS)
     return (seen["sum"] / seen["count"]).tolist()
@@ -98,11 +101,12 @@ def sinks(model: Model, sentence: str, token: int, options: Any) -> list[float]:
 def magnitudes_by_token(
     model: Model, sentence: str, place: str, token: int, options: Any
 ) -> list[dict[str, Any]]:
-    """The text of each token of a sentence and the largest |h_l| at the middle layer, where
-    massive activations have long been there (Figure 2: layer 16 of 32).
+    """The text of each token of a sentence, and the largest |h_l| at the middle layer.
+
+    (Massive activations exist well before that layer; Figure 2: layer 16 of 32.)
 
     Args:
-      place: of `PLACES`: where bos is put in.
+      place: a key of `PLACES`: where bos is inserted.
     """
     ids = model.tokenizer.encode(sentence, add_special_tokens=False)
     if PLACES[place] is not None:
@@ -133,7 +137,7 @@ def _say(name: str, result: dict) -> None:
 
 
 def _draw(result: dict, workdir: epath.Path) -> None:
-    """Figures 3(b) and (c): magnitudes over depth; 3(a): every state around the massive layer."""
+    """Draw Figures 3(b, c), magnitudes over depth, and 3(a), states around the massive layer."""
     labels = ("largest", "2nd", "3rd", "median")
 
     def lines(rows: dict[Any, dict]) -> dict[str, dict]:

@@ -3,13 +3,12 @@
     K_adam = G sign(G)^T,   K_sgd = G G^T
 
 Row n of G is the gradient of f(example n), the probability of the head's first label, with respect
-to the block's kernels and biases; P is none of them. Of factors and masked kernels it is that of
-what trains: both factors, the weights that the mask leaves.
+to the block's kernels and biases, but not P. For factors and masked kernels, only trained weights
+count: both factors, and the unmasked weights.
 
-The gradient of a leaf is a sum over tokens of products a_t b_t^T. One backward pass a batch gives
-what the block reads and the gradients of what it returns, token by token; a and b follow from
-them, and the kernels are added up over columns of the gradients: no example's gradient is ever
-there as a whole.
+The gradient of a leaf is a sum over tokens of products a_t b_t^T. One backward pass per batch gives
+the block's inputs and the gradients of its outputs, token by token, from which a and b follow. The
+kernels are summed over columns of the gradients, so no example's full gradient is in memory.
 """
 
 import functools
@@ -32,9 +31,9 @@ from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.progress import bar
 
-# Numbers of the gradients that are there at once.
+# Elements of the gradients in memory at the same time.
 MOST = 1 << 26
-# Leaves of a `Linear` whose gradients are understood: with a kernel, and with factors.
+# Leaves of a `Linear` whose gradients are supported: with a kernel, and with factors.
 _MASKED, _THIN = {*KERNEL_LEAVES, "mask"}, {"bias", "low_rank_a", "low_rank_b"}
 _STATES = Probe(
     "ffn_states",
@@ -48,8 +47,10 @@ _STATES = Probe(
 
 
 class Outer(NamedTuple):
-    """A leaf's gradient of every example, sum_t a_t b_t^T: a [N, T, i], b [N, T, j]; `mask` [i, j]
-    or None says which entries train."""
+    """A leaf's gradient for every example, sum_t a_t b_t^T: a [N, T, i], b [N, T, j].
+
+    `mask` [i, j], or None, marks the trained entries.
+    """
 
     a: jax.Array
     b: jax.Array
@@ -67,14 +68,14 @@ def token_states(
 ) -> dict[str, np.ndarray]:
     """States around a layer's FFN, and gradients, of every row: [N, longest, D], 0 at padding.
 
-    `observe` has no gradients, and returns the states of all layers.
+    (`observe` has no gradients, and returns the states of all layers.)
 
     Returns:
-      {"x": what its first kernels read, "y": what it returns, "block": the residual stream after
-      the block, "delta": the gradient of the row's f with respect to y}.
+      {"x": the FFN's input, "y": its output, "block": the residual stream after the block, "delta":
+      the gradient of the row's f with respect to y}.
 
     Raises:
-      ValueError: something is not finite.
+      ValueError: non-finite values.
     """
     shape = (len(data), max(map(len, data.ids)), model.config.d_model)
     params, found = jax.device_put(model.params), {}
@@ -105,7 +106,7 @@ def _states(
         outputs = nudged(config, params, batch, nudges, options=options, probes=probes)
         logits = head.apply(params, outputs, batch, lambda x: x)
         seen = jax.tree.map(lambda leaf: leaf[layer], outputs["probes"]["ffn_states"])
-        # Of a sum over rows: no row sees another.
+        # The gradient of a sum over rows, which do not see each other.
         return jnp.sum(jax.nn.softmax(logits)[:, 0]), seen
 
     nudge = jnp.zeros((*batch["tokens"].shape, config.d_model), options.compute_dtype)
@@ -116,7 +117,7 @@ def _states(
 def outer_products(
     config: ModelConfig, ffn: Mapping[str, Any], x: jax.Array, delta: jax.Array
 ) -> Iterator[Outer]:
-    """The gradient of every leaf of a block that trains.
+    """The gradients of all trained leaves of a block.
 
     Args:
       ffn: the leaves of one block.
@@ -128,7 +129,7 @@ def outer_products(
     for name in ("gate", "up", "down"):
         leaves = ffn.get(name, {})
         for leaf in sorted(set(leaves) - (_MASKED if "kernel" in leaves else _THIN)):
-            raise ValueError(f"ffn/{name}/{leaf} is not understood: fold the model first")
+            raise ValueError(f"ffn/{name}/{leaf} is not supported: fold the model first")
     pre = {name: _affine(ffn[name], x) for name in ("gate", "up") if name in ffn}
     act, scale = ACTIVATIONS[config.activation], neuron_factor(ffn)
 
@@ -149,7 +150,7 @@ def _affine(leaves: Mapping[str, Any], x: jax.Array) -> jax.Array:
 
 
 def _of_linear(leaves: Mapping[str, Any], a: jax.Array, b: jax.Array) -> Iterator[Outer]:
-    """The gradients of its leaves, of inputs a and gradients b of the outputs."""
+    """The gradients of a `Linear`'s leaves from inputs a and gradients b of the outputs."""
     if "bias" in leaves:
         yield Outer(jnp.ones((*b.shape[:2], 1), b.dtype), b)
     if "kernel" in leaves:
@@ -162,10 +163,10 @@ def _of_linear(leaves: Mapping[str, Any], a: jax.Array, b: jax.Array) -> Iterato
 def tangent_kernels(
     config: ModelConfig, ffn: Mapping[str, Any], x: np.ndarray, delta: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """{"adam": K, "sgd": K}, float64 [N, N]; arguments as of `outer_products`."""
+    """{"adam": K, "sgd": K}, float64 [N, N]; arguments as in `outer_products`."""
     made = {name: np.zeros((len(x), len(x))) for name in ("adam", "sgd")}
     for outer in outer_products(config, ffn, jnp.asarray(x), jnp.asarray(delta)):
-        # The narrower side whole, the other in chunks.
+        # The narrower side completely, the other in chunks.
         if outer.a.shape[2] > outer.b.shape[2]:
             outer = Outer(outer.b, outer.a, None if outer.mask is None else outer.mask.T)
         columns = max(1, MOST // (len(x) * outer.a.shape[2]))

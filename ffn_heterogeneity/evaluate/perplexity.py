@@ -1,4 +1,4 @@
-"""Perplexity over non-overlapping windows (MW and its evaluation code; NUCL's Table 4 models)."""
+"""Perplexity over non-overlapping windows (as in MW's evaluation code; for NUCL's Table 4)."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ def window_nll(config: ModelConfig, options: causal_lm.RunOptions, params: dict,
     """Summed NLL in nats and number of predictions of each row: ([B], [B]).
 
     Args:
-      batch: of `token_batches`, [B, T + 1]; a row without tokens counts nothing.
+      batch: from `token_batches`, [B, T + 1]; a row without tokens does not count.
     """
     rows, valid = batch["tokens"], batch["segment_ids"][:, 1:] > 0
     hidden = causal_lm.forward(config, params, {"tokens": rows[:, :-1]}, options=options)["hidden"]
@@ -43,15 +43,15 @@ def perplexity(
     options: causal_lm.RunOptions = causal_lm.RunOptions(),
     progress: str | None = "perplexity",
 ) -> dict[str, float]:
-    """exp of the mean NLL over all predictions of equally long windows.
+    """Perplexity: exp of the mean NLL over all predictions of equally long windows.
 
     Args:
       params: stacked tree; numpy leaves are put on the device once.
       rows: int [windows, length]; every position after the first is predicted.
 
     Returns:
-      {"perplexity", "nll" (nats a token), "tokens" (predictions), "windows", "nll_windows": of
-      each}.
+      {"perplexity", "nll" (nats per token), "tokens" (predictions), "windows", "nll_windows": NLL
+      of each window}.
 
     Raises:
       ValueError: an encoder; rows that are not 2-D integers of at least two columns, or hold ids
@@ -71,7 +71,7 @@ def perplexity(
     tokens = int(counts.sum())
     nll = float(nlls.sum()) / tokens
     return {
-        # A model broken by an attack may exceed what a float holds.
+        # A model broken by an attack may exceed the range of a float.
         "perplexity": math.exp(nll) if nll < 700 else math.inf,
         "nll": nll,
         "tokens": tokens,

@@ -1,4 +1,4 @@
-"""Rows of results in JSONL files, which are whole at any time."""
+"""Rows of results in JSONL files, written atomically."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -13,10 +13,10 @@ from ffn_heterogeneity.io.files import atomic_path
 def write_rows(
     path: epath.Path, rows: Iterable[Mapping[str, Any]], default: Callable[[Any], Any] | None = None
 ) -> None:
-    """All of a JSONL file, whole or not at all; halves of surrogate pairs become "?".
+    """Write a JSONL file atomically; halves of surrogate pairs become "?".
 
     Args:
-      default: what JSON has no form for -> what is written instead; None: that is an error.
+      default: converts values that JSON does not support; None: they are errors.
     """
     lines = (json.dumps(row, default=default, ensure_ascii=False) for row in rows)
     text = "".join(f"{line}\n" for line in lines)
@@ -25,7 +25,7 @@ def write_rows(
 
 
 def read_rows(path: epath.Path) -> list[dict[str, Any]]:
-    """Rows that `write_rows` wrote; none where there is no such file, or nothing in it."""
+    """Read rows that `write_rows` wrote; [] if the file does not exist or is empty."""
     if not path.exists() or not path.read_text().strip():
         return []
     return list(read_each(read_jsonl([str(path)]), dict))

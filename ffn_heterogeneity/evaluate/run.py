@@ -1,4 +1,4 @@
-"""`scripts/evaluate.py` and `scripts/analyze.py`: what can be measured of a model, by name."""
+"""`scripts/evaluate.py` and `scripts/analyze.py`: measurements of a model, by name."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -25,13 +25,13 @@ from ffn_heterogeneity.wording import check_choice, settings_from
 
 
 class Measurement(NamedTuple):
-    """Something that is measured of a model, by a name of `EVALUATIONS`.
+    """A measurement of a model, named in `EVALUATIONS`.
 
     Attributes:
       settings: the class of its settings, or a function of the config that makes them.
       measure: (settings, model, workdir) -> results.
-      line: results -> what is printed; None: `measure` prints.
-      loads: `measure` is given the model; False: what loads one, in the model's place.
+      line: results -> text to print; None: `measure` prints.
+      loads: `measure` gets the model; False: it gets the function that loads one.
     """
 
     settings: Callable[..., Any]
@@ -41,13 +41,13 @@ class Measurement(NamedTuple):
 
 
 def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
-    """Runs what `config.evaluation` or `config.analysis` names; returns what `results.json` holds.
+    """Run `config.evaluation` or `config.analysis`; return the content of `results.json`.
 
     Args:
-      load: what makes a model of `config.model`.
+      load: function that loads `config.model`.
 
     Raises:
-      ValueError: a setting or a file is unusable; the message names it.
+      ValueError: an invalid setting or file; the message names it.
     """
     settings, found = check_config(config), EVALUATIONS[_chosen(config)[1]]
     results = {key: config[key] for key in ("model", "analysis") if key in config}
@@ -67,10 +67,10 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
 
 
 def check_config(config: ConfigDict) -> Any:
-    """The settings of what the config names, with their files read once, no model loaded.
+    """Return the measurement's settings after reading their files once, without loading a model.
 
     Raises:
-      ValueError: a setting or a file is unusable; the message names it.
+      ValueError: an invalid setting or file; the message names it.
     """
     key, name = _chosen(config)
     check_choice(key, name, EVALUATIONS)
@@ -81,7 +81,7 @@ def check_config(config: ConfigDict) -> Any:
 
 
 def _chosen(config: Mapping[str, Any]) -> tuple[str, str]:
-    """(the config's key that says what is measured, its value)."""
+    """(the config's key that names the measurement, its value)."""
     key = "analysis" if "analysis" in config else "evaluation"
     return key, config.get(key, "perplexity")
 
@@ -104,7 +104,7 @@ def _perplexity_line(results: Mapping[str, Any]) -> str:
 
 
 def _tasks_table(results: Mapping[str, Any]) -> str:
-    """One line a task and metric, with its interval."""
+    """Table with one line per task and metric, with its interval."""
     lines = []
     for name, row in results["tasks"].items():
         for metric in (key for key in row if f"{key}_low" in row):
@@ -119,7 +119,7 @@ def _tasks_table(results: Mapping[str, Any]) -> str:
 def _chat_line(results: Mapping[str, Any]) -> str:
     return (
         f"{results['answered']} answers of {results['turns']} turns: cut by the "
-        f"limit of tokens {results['turns_length']}, without room {results['turns_no_room']}, "
+        f"token limit {results['turns_length']}, without room {results['turns_no_room']}, "
         f"empty {results['turns_empty']}"
     )
 

@@ -1,12 +1,11 @@
-"""Log-probabilities of continuations, every shared beginning computed once.
+"""Log-probabilities of continuations; shared prefixes are computed only once.
 
-Requests (context, continuation) share beginnings: the answers of one question their question, the
-questions of one subject their few-shot examples. They are sorted, so that they form the depth-first
-walk of a tree of tokens, and laid out in rows: a request adds only the tokens it does not share
-with the one before it. A token sees its ancestors and nothing else (`subtree_ends` in the batch of
-`causal_lm.forward`), and stands at the position of its depth, so each request's numbers are those
-of the request alone. Unrelated trees fill a row up: there is next to no padding, and a whole
-evaluation runs through one or two compiled programs.
+Requests (context, continuation) share prefixes: the answers of one question share the question, the
+questions of one subject the few-shot examples. Sorted requests form the depth-first order of a tree
+of tokens, which is laid out in rows: a request adds only the tokens that it does not share with the
+previous one. A token sees only its ancestors (`subtree_ends` in the batch of `causal_lm.forward`),
+and its position is its depth, so the results equal those of separate requests. Several trees share
+a row: there is almost no padding, and a whole evaluation needs one or two compiled programs.
 """
 
 import dataclasses
@@ -25,13 +24,12 @@ from ffn_heterogeneity.models.generate import bucket, check_vocabulary
 from ffn_heterogeneity.progress import bar
 
 ROW_TOKENS = 512
-# Float32 logits computed at once.
+# Float32 logits in memory at the same time.
 LOGIT_BYTES = 2**28
 
 
 class Score(NamedTuple):
-    """One continuation's log p (nats, summed over its tokens), and whether greedy decoding would
-    produce it."""
+    """log p of a continuation (nats, summed over tokens), and whether greedy decoding gives it."""
 
     logprob: float
     greedy: bool
@@ -39,12 +37,12 @@ class Score(NamedTuple):
 
 @dataclasses.dataclass
 class Row:
-    """Tokens of several requests in depth-first order, and what is asked of them.
+    """Tokens of several requests in depth-first order, and the requested probabilities.
 
     Attributes:
-      tokens, positions: per place; the position is the token's depth in its tree.
+      tokens, positions: for each place; the position is the token's depth in its tree.
       ends: place after the token's last descendant: place t sees place s iff s <= t < ends[s].
-      asked: {(place, token): index}: the probability of `token` after the token at `place`.
+      asked: {(place, token): index} for the probability of `token` after the token at `place`.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -54,22 +52,22 @@ class Row:
 
 
 class RowPlan(NamedTuple):
-    """Rows, and for every request (row, indices of what it asks there)."""
+    """Rows, and for every request (row, indices of its probabilities there)."""
 
     rows: list[Row]
     places: list[tuple[int, list[int]]]
 
 
 def plan_rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]], row_tokens: int) -> RowPlan:
-    """Lays requests (context ids, continuation ids) out in rows of at most `row_tokens` places.
+    """Lay out requests (context ids, continuation ids) in rows of at most `row_tokens` places.
 
     Args:
-      row_tokens: at least every request's length - 1 (its last token is asked for, never read).
+      row_tokens: at least every request's length - 1 (its last token is only predicted).
     """
     inputs = [(*context, *continuation)[:-1] for context, continuation in requests]
     rows: list[Row] = []
     places: list[tuple[int, list[int]]] = [(0, [])] * len(requests)
-    path: list[int] = []  # places of the tokens of the request before
+    path: list[int] = []  # places of the previous request's tokens
     before: Sequence[int] = ()
     for i in sorted(range(len(requests)), key=inputs.__getitem__):
         ids = inputs[i]
@@ -84,7 +82,7 @@ def plan_rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]], row_token
             row.tokens.append(ids[depth])
             row.positions.append(depth)
             row.ends.append(0)
-        for place in path:  # so far; the descendants that follow push it on
+        for place in path:  # provisional: later descendants move it
             row.ends[place] = len(row.tokens)
         context, continuation = requests[i]
         asked = [
@@ -97,7 +95,7 @@ def plan_rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]], row_token
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differing, min(len(one), len(other)))
 
@@ -111,12 +109,12 @@ def score(
     batch_tokens: int = 2048,
     progress: str | None = "score",
 ) -> list[Score]:
-    """log p(continuation | context) of every request, in nats.
+    """Compute log p(continuation | context) of every request, in nats.
 
     Args:
       params: stacked tree, on the device.
       requests: (context ids, continuation ids), neither empty.
-      batch_tokens: tokens computed at once.
+      batch_tokens: tokens per batch.
       progress: label of the progress bar; None: no bar.
 
     Raises:
@@ -130,7 +128,7 @@ def score(
     plan = plan_rows(requests, width)
     size = max(1, min(batch_tokens // width, len(plan.rows)))
     batches = [plan.rows[start : start + size] for start in range(0, len(plan.rows), size)]
-    # One size for all batches: one program.
+    # One size for all batches, so one program.
     pairs = bucket(max(sum(len(row.asked) for row in rows) for rows in batches))
     found: list[tuple[np.ndarray, np.ndarray]] = []
     with bar(progress, total=len(requests)) as shown:
@@ -146,12 +144,12 @@ def score(
 
 
 def _check(config: ModelConfig, requests) -> int:
-    """The longest input."""
+    """Check the requests and return the longest input's length."""
     require_language_model(config, "scoring of continuations")
     longest = 0
     for i, (context, continuation) in enumerate(requests):
         if not len(context) or not len(continuation):
-            raise ValueError(f"request {i}: context and continuation need a token at least")
+            raise ValueError(f"request {i}: context and continuation need at least one token")
         size = len(context) + len(continuation) - 1
         if size > config.max_position:
             raise ValueError(
@@ -163,15 +161,15 @@ def _check(config: ModelConfig, requests) -> int:
 
 
 def _score_rows(config, options, params, rows, sizes) -> list[tuple]:
-    """[(log-probabilities, whether likeliest)] of what each row asks.
+    """[(log-probabilities, whether likeliest)] of the tokens requested in each row.
 
     Args:
-      sizes: rows of the batch, their width, and how many pairs are asked, all with padding.
+      sizes: number of rows, their width, and number of requested pairs, all with padding.
     """
     size, width, count = sizes
     names = ("tokens", "positions", "subtree_ends")
     batch = {name: np.zeros((size, width), np.int32) for name in names}
-    # Padding sees itself, so that no softmax is over nothing.
+    # Padding sees itself, so that no softmax is over an empty set.
     batch["subtree_ends"][:] = np.arange(1, width + 1)
     asked = []
     for b, row in enumerate(rows):
@@ -196,7 +194,7 @@ def _asked_scores(config, options, params, batch, pairs_n2):
     hidden = forward(config, params, batch, options=options)["hidden"]
     hidden_pd = hidden.reshape(-1, hidden.shape[-1])
     count = pairs_n2.shape[0]
-    # A power of two, or half as much again: so are the buckets, and it divides them.
+    # A power of two, or 1.5 times one, like the buckets, so that it divides them.
     chunk = 1
     while chunk * 2 * config.vocab_size * 4 <= LOGIT_BYTES and count % (chunk * 2) == 0:
         chunk *= 2

@@ -1,4 +1,4 @@
-"""Tasks with metrics, run by lm-evaluation-harness on a model in memory."""
+"""Evaluation tasks, run by lm-evaluation-harness on a model in memory."""
 
 import dataclasses
 import functools
@@ -19,12 +19,12 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.wording import check_choice, check_numbers
 
 ADD_BOS = {"auto": None, "always": True, "never": False}
-# Metrics that are shares of questions: these have a 95% interval.
+# Metrics that are shares of questions, which have a 95% interval.
 SHARES = ("acc", "acc_norm", "exact_match", "pass_at_1")
 
 
 class NamedTasks(NamedTuple):
-    """The tasks that one name of `config.tasks` stands for.
+    """The tasks that one name of `config.tasks` denotes.
 
     Attributes:
       roots: {name: the harness's task or group}; one, or the tasks of a tag.
@@ -42,7 +42,7 @@ class NamedTasks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HarnessSettings(ModelSettings):
-    """Settings that `configs/parts/tasks.py` explains."""
+    """Settings of `configs/parts/tasks.py`."""
 
     tasks: tuple[str, ...]
     data_root: str
@@ -72,11 +72,11 @@ class HarnessSettings(ModelSettings):
         return {"data_root": self.data_root, **examples, "allow_code": self.allow_code_execution}
 
     def read(self) -> list[str]:
-        """The names of the tasks; those of a pack are known, and what they need is here.
+        """Return the names of the tasks; for a pack, check the names and their files.
 
         Raises:
-          ValueError (DataError): there are none; or as `make_task_pack`; or programs would be run
-            that nothing here can lock in.
+          ValueError (DataError): no tasks; or as `make_task_pack`; or programs would be run without
+            an available sandbox.
         """
         if not self.tasks or isinstance(self.tasks, str):
             raise ValueError(f"tasks={self.tasks!r}: give names, e.g. --config.tasks=\"('piqa',)\"")
@@ -87,24 +87,24 @@ class HarnessSettings(ModelSettings):
 def evaluate_tasks(
     settings: HarnessSettings, model: Model, workdir: epath.Path
 ) -> dict[str, dict[str, Any]]:
-    """Metrics of `settings.tasks`.
+    """Evaluate `settings.tasks`.
 
-    The names are evaluated one after another. The metrics of each are in `<workdir>/tasks` before
-    the next begins; names that are there are not evaluated again. With `save_samples`, questions
-    and answers are in `<workdir>/samples`, one JSONL file per task.
+    The names are evaluated one after another. The metrics of each are saved in `<workdir>/tasks`
+    before the next begins, and are not computed again. With `save_samples`, questions and answers
+    are saved in `<workdir>/samples`, one JSONL file per task.
 
     Returns:
       "tasks": {task or group: {"n": questions, "shots": examples before each, metric: value, and
-      for shares metric + "_low", "_high": Wilson's 95% interval}}. A tag is its tasks; a group that
-      the harness has no mean for is followed by its tasks.
+      for shares metric + "_low", "_high": Wilson's 95% interval}}. A tag is replaced by its tasks;
+      a group without a mean in the harness is followed by its tasks.
 
     Raises:
-      ValueError, DataError: an unknown task (with the nearest names), or data that cannot be read.
+      ValueError, DataError: an unknown task (with the nearest names), or unreadable data.
       ImportError: the harness is not installed.
     """
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
-    # All are loaded before the first is evaluated: a missing file is no surprise after hours.
+    # All are loaded before the first is evaluated, so that a missing file is found at once.
     names = list(map(str, settings.tasks))
     pack = make_task_pack(names=names, **settings.pack) if settings.data_root else None
     manager, jobs = _load(names, pack)
@@ -119,7 +119,7 @@ def evaluate_tasks(
     )
     arguments = {
         "task_manager": manager,
-        # The tasks of a pack have theirs already.
+        # The tasks of a pack already have their examples.
         "num_fewshot": None if pack else settings.num_fewshot,
         "fewshot_random_seed": settings.fewshot_seed,
         "confirm_run_unsafe_code": settings.allow_code_execution,
@@ -130,7 +130,7 @@ def evaluate_tasks(
     samples_dir = workdir / "samples" if settings.save_samples else None
     rows: dict[str, dict[str, Any]] = {}
     for name in list(jobs):
-        # Its requests and answers go with it.
+        # This also frees its requests and answers.
         job = jobs.pop(name)
         evaluate = functools.partial(_evaluate, lm, job, settings.limit, arguments, samples_dir)
         rows |= once(workdir / "tasks", name, evaluate)
@@ -138,7 +138,7 @@ def evaluate_tasks(
 
 
 def _load(names: list[str], pack: TaskPack | None) -> tuple[Any, dict[str, NamedTasks]]:
-    """The harness's task manager, and what each name stands for: of a pack, else of its own."""
+    """The harness's task manager, and the tasks of each name: of a pack, else the harness's."""
     from lm_eval.tasks import TaskManager
 
     manager = pack.task_manager if pack else TaskManager()
@@ -148,8 +148,8 @@ def _load(names: list[str], pack: TaskPack | None) -> tuple[Any, dict[str, Named
         for name, task in job.tasks.items():
             if how := running(task):
                 raise ValueError(
-                    f"{name} {how} programs that the model wrote, without a sandbox: use a task "
-                    "with data_root, or leave it out (a grader that was read has its digest in "
+                    f"{name} {how} generated programs, without a sandbox: use a task "
+                    "with data_root, or leave it out (a reviewed grader has its digest in "
                     "evaluate/graders.py)"
                 )
     return manager, jobs
@@ -168,7 +168,7 @@ def _job(loaded: Mapping[str, Any]) -> NamedTasks:
 def _evaluate(
     lm: Any, job: NamedTasks, limit: int, arguments: dict, samples_dir: epath.Path | None
 ) -> dict[str, dict[str, Any]]:
-    """The rows of one name; its samples are written."""
+    """Evaluate one name: write its samples and return its rows."""
     import lm_eval
 
     arguments = arguments | {"tasks": list(job.roots.values())}
@@ -186,10 +186,10 @@ def _evaluate(
 
 
 def limited(sizes: Mapping[str, int], limit: int) -> dict[str, int]:
-    """{task: how many of its questions, the first ones}: `limit` of them all, or all there are.
+    """{task: number of its first questions to use}: `limit` questions in total, or all.
 
-    They are spread evenly, one more for each of the first tasks where it does not come out even;
-    what a task does not have the others give. Tasks that get none are left out.
+    They are distributed evenly; the first tasks get the remainder. If a task has too few, others
+    get more. Tasks without questions are omitted.
     """
     shares = dict.fromkeys(sizes, 0)
     left = min(limit, sum(sizes.values()))
@@ -204,13 +204,13 @@ def limited(sizes: Mapping[str, int], limit: int) -> dict[str, int]:
 
 
 def _summary(found: Mapping[str, Any], job: NamedTasks) -> dict[str, dict[str, Any]]:
-    """A row for every root; and for every task that no root's row is of."""
+    """A row for every root, and for every task that is not part of a root's row."""
     summary, told = {}, set()
     for name, tasks in job.leaves.items():
         leaves = [leaf for leaf in tasks if leaf in found["n-samples"]]
         if leaves:
             summary[name] = _row(found, name, leaves)
-        # A mean that the harness itself does not take may mix unlike tasks.
+        # A mean that the harness does not define may mix different kinds of tasks.
         if getattr(job.roots[name], "has_aggregation", True):
             told |= {*leaves}
     rest = [task for task in found["n-samples"] if task not in told and task not in summary]
@@ -218,17 +218,17 @@ def _summary(found: Mapping[str, Any], job: NamedTasks) -> dict[str, dict[str, A
 
 
 def _row(found: Mapping[str, Any], name: str, leaves: Sequence[str]) -> dict[str, Any]:
-    """The harness's own numbers of `name`, else the means of its tasks over their questions."""
+    """The harness's numbers of `name`, else the means of its tasks, weighted by questions."""
     sizes = [found["n-samples"][leaf]["effective"] for leaf in leaves]
     row: dict[str, Any] = {"n": sum(sizes), "shots": found["n-shot"].get(leaves[0])}
-    # A group that was cut short is no group of the harness.
+    # The harness's mean of a group is not used with a limit.
     own = _metrics(found["results"].get(name, {}))
     each = [own] if own else [_metrics(found["results"].get(leaf, {})) for leaf in leaves]
     weights = [row["n"]] if own else sizes
     for label in dict.fromkeys(label for one in each for label in one):
         values = [one[label] for one in each if label in one]
         shares = [n for one, n in zip(each, weights, strict=True) if label in one]
-        # Tasks that count no questions weigh the same.
+        # Tasks without counts have equal weights.
         value = float(np.average(values, weights=shares if sum(shares) else None))
         row[label] = value
         if label.startswith(SHARES) and row["n"] and 0 <= value <= 1 + 1e-6:
@@ -237,7 +237,7 @@ def _row(found: Mapping[str, Any], name: str, leaves: Sequence[str]) -> dict[str
 
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
-    """{"acc": 0.5, "exact_match_strict-match": 0.1} of the harness's "acc,none" and so on."""
+    """Convert the harness's "acc,none" etc. to {"acc": 0.5, "exact_match_strict-match": 0.1}."""
     found = {}
     for key, value in values.items():
         metric, _, filtered = key.partition(",")

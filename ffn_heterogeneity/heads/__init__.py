@@ -1,9 +1,9 @@
-"""Heads of tasks: what is predicted on top of a model's outputs, by name.
+"""Task heads on top of a model, by name.
 
 `HEADS[name](config, settings) -> Head`. The leaves are in `params["task_head"]`. The model's config
-(`ModelConfig.head`) and config.json describe the head, so that every command rebuilds it. The
-language model's own head is `models.causal_lm.logits`: its matrix may be the tied embedding, and
-training never materializes its output.
+(`ModelConfig.head`) and config.json describe the head, so that every command can rebuild it. The
+language-model head is `models.causal_lm.logits`: its matrix may be the tied embedding, and training
+never materializes its output.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ HEADS: dict[str, Callable[[ModelConfig, Mapping[str, Any]], Head]] = {
 
 
 def make_head(config: ModelConfig, head: HeadConfig) -> Head:
-    """The head that `head` describes, on a model of `config`.
+    """Make the head that `head` describes, for a model of `config`.
 
     Raises:
-      ValueError: `HEADS` has none of that name.
+      ValueError: unknown name.
     """
     if head.name not in HEADS:
         way = "import the module that adds it (HEADS in heads/__init__.py)"
@@ -40,16 +40,16 @@ def make_head(config: ModelConfig, head: HeadConfig) -> Head:
 def with_head(
     config: ModelConfig, params: dict, head: HeadConfig | None, key: jax.Array
 ) -> tuple[ModelConfig, dict]:
-    """The model with `head` on it, drawn from `key` where it has none yet; None changes nothing.
+    """Add `head` to a model without one, initialized with `key`; None changes nothing.
 
-    (Shapes made of a config alone have no leaves of the head that it names.)
+    (`abstract_params` omits the head's leaves.)
 
     Raises:
-      ValueError: no such head, or the model has another one.
+      ValueError: unknown head, or the model has another one.
     """
     if head is None:
         return config, params
-    own = config.head  # of an older version it has fewer settings
+    own = config.head  # from an older version, it has fewer settings
     same = own and own.name == head.name and head.settings | own.settings == head.settings
     if same and ROOT in params:
         return dataclasses.replace(config, head=head), params

@@ -1,4 +1,4 @@
-"""The class of all heads."""
+"""The interface of task heads."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,16 +13,16 @@ ROOT = "task_head"
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """One head.
+    """A task head.
 
     Attributes:
       leaves: path under `params["task_head"]` -> its declaration.
-      apply: (params, outputs, batch, drop) -> what losses and predictions read as
-        `outputs["predictions"]`. It is handed the whole tree; `drop(x)` is x under the run's
-        dropout in training, x itself elsewhere.
-      says: its leaves -> what results.json tells of them.
-      probes: what it reads of the layers, in `outputs["probes"]`.
-      sizes: of the head's own dimensions that the declarations name.
+      apply: (params, outputs, batch, drop) -> `outputs["predictions"]`, which losses and
+        predictions read. `params` is the whole tree; `drop(x)` applies the run's dropout in
+        training and returns x otherwise.
+      says: leaves -> facts about them for results.json.
+      probes: probes that it reads from `outputs["probes"]`.
+      sizes: sizes of the head's dimensions in the declarations.
     """
 
     leaves: Mapping[str, Leaf]

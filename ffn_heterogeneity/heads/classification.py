@@ -2,12 +2,12 @@
 
     pooled = sum_l w_l h_l,  l = 1 .. L,  w = softmax(lambda)
 
-h_l is the pooled token's state after block l. Where the paper is silent: lambda begins at 0, which
-is average pooling. A model's final norm is applied to the sum ("pooled"); or to h_L before it is
-summed ("hidden_states", what the usual torch library hands out); or not at all ("none"). Of the
-last layer alone the first two are the same. What comes then is what the family's own class has,
-whatever else the model's file holds: BERT's pooler (a dense layer of the head where the model has
-none), RoBERTa's dense and tanh (never a pooler), a decoder's bare projection without a bias.
+h_l is the pooled token's state after block l. Choices that the paper leaves open: lambda starts at
+0, which is average pooling. A model's final norm is applied to the sum ("pooled"), or to h_L before
+the sum ("hidden_states", as returned by transformers), or not at all ("none"). For the last layer
+alone the first two are equal. The next layers are those of the family's transformers class,
+regardless of the model's file: BERT's pooler (a dense layer of the head if the model has none),
+RoBERTa's dense and tanh (never a pooler), a decoder's projection without a bias.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from ffn_heterogeneity.probes.pooled import pooled, pooled_probe
 from ffn_heterogeneity.tree import Leaf, weights
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 
-# The last layer alone; the paper's; all layers alike; ELMo's (Peters et al. 2018), a rival.
+# Only the last layer; the paper's; the average of all layers; ELMo's (Peters et al. 2018).
 POOLINGS = ("last", "p32", "average", "scalar_mix")
-LEARNING = ("p32", "scalar_mix")  # those that learn what weighs the layers
+LEARNING = ("p32", "scalar_mix")  # poolings with learned layer weights
 NORMS = ("pooled", "hidden_states", "none")
-# config.json's `problem_type`; "": one label of several, or without labels one number.
+# config.json's `problem_type`; "": one of several labels, or without labels one number.
 PROBLEMS = ("", "regression", "multi_label_classification")
 LEARNT = r"^task_head/(lambda|gamma)$"
 _EPSILON = 1e-12  # of the norm in a scalar mix
@@ -39,14 +39,14 @@ _EPSILON = 1e-12  # of the norm in a scalar mix
 
 @dataclasses.dataclass(frozen=True)
 class Classification:
-    """The settings of a head: config.json keeps them, and `classify` reads rows by them.
+    """Settings of the head, saved in config.json and used by `classify` to read rows.
 
     Attributes:
       pooling, final_norm: see this module.
-      outputs: numbers that it makes: one a label, one of a regression.
-      task, fields, labels: of `data.glue.LabelTask`.
-      max_length: tokens of the longest row it was trained on; 0: as many as the model takes.
-      problem: of `PROBLEMS`; "regression": `labels` are the names of its numbers.
+      outputs: number of outputs: one per label, one for a regression.
+      task, fields, labels: as in `data.glue.LabelTask`.
+      max_length: length of the longest training row in tokens; 0: the model's maximum.
+      problem: a name of `PROBLEMS`; "regression": `labels` are the names of its numbers.
     """
 
     pooling: str = "last"
@@ -63,7 +63,7 @@ class Classification:
         check_choice("final_norm", self.final_norm, NORMS)
         check_choice("problem", self.problem, PROBLEMS)
         if self.pooling == "last" and self.final_norm == "none":
-            raise ValueError("final_norm='none' is of a sum over layers; pooling='last' has none")
+            raise ValueError("final_norm='none' needs a sum over layers; pooling='last' has none")
         check_numbers(self, outputs="[1, inf)", max_length="[0, inf)")
         if not _texts(self.labels) or len(self.labels) not in (0, self.outputs):
             raise ValueError(f"labels={self.labels!r:.80}: {self.outputs} texts, or none")
@@ -77,7 +77,7 @@ def _texts(values: Any, most: float = math.inf) -> bool:
 
 
 def depth_weights(leaves: Mapping[str, Any], layers: int) -> jax.Array:
-    """w, at least float32 [L]: softmax(lambda), or 1 / L where nothing is learnt."""
+    """w, at least float32 [L]: softmax(lambda), or 1 / L if nothing is learned."""
     if "lambda" in leaves:
         wide = jnp.promote_types(leaves["lambda"].dtype, jnp.float32)
         return jax.nn.softmax(leaves["lambda"].astype(wide))
@@ -85,10 +85,12 @@ def depth_weights(leaves: Mapping[str, Any], layers: int) -> jax.Array:
 
 
 def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head:
-    """The head `settings` describe; predictions are logits, or the number, float32 [B, outputs].
+    """Make the head that `settings` describe; predictions (logits or numbers): [B, outputs].
+
+    Predictions are float32.
 
     Raises:
-      ValueError: a setting that cannot be.
+      ValueError: an invalid setting.
     """
     own = settings_of(Classification, settings)
     roberta = model.is_encoder and family_by_name(model.family).dense
@@ -115,7 +117,7 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
             # (Heads on a RoBERTa with a pooler were once trained without a dense layer.)
             tanh_of = head["dense"] if "dense" in head else params["pooler"]
             x_bd = drop(jnp.tanh(_linear(x_bd, tanh_of)))
-        # In half precision a regression would have a few hundred values.
+        # In half precision a regression could have only a few hundred values.
         return _linear(x_bd.astype(jnp.promote_types(x_bd.dtype, jnp.float32)), head["out"])
 
     def says(head: Mapping[str, Any]) -> dict[str, Any]:

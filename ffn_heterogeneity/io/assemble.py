@@ -1,4 +1,4 @@
-"""Stored tensors + name rules -> a parameter tree, strictly: every tensor is used exactly once."""
+"""Assembly of stored tensors into a parameter tree by name rules; each is used exactly once."""
 
 import dataclasses
 import re
@@ -16,15 +16,14 @@ from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.tree import unflatten
 from ffn_heterogeneity.wording import some
 
-HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")  # of any family, any file
+HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")  # names in all families and files
 FLOATS = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))
 _EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its shape, where it is, how to get it, its name there ("": ours), and the
-    type in which it comes."""
+    """A tensor in a file: shape, file, loader, name in the file ("": same as ours) and dtype."""
 
     shape: tuple[int, ...]
     file: str
@@ -48,10 +47,10 @@ def all_finite(array: np.ndarray, chunk: int = 1 << 18) -> bool:
 
 
 def narrowed(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
-    """The array in another type.
+    """Cast the array to another dtype.
 
     Raises:
-      CheckpointError: a finite value that is infinite there.
+      CheckpointError: a finite value becomes infinite.
     """
     dtype = np.dtype(dtype)
     if dtype == array.dtype or ml_dtypes.finfo(dtype).max >= ml_dtypes.finfo(array.dtype).max:
@@ -77,18 +76,19 @@ def assemble(
     dtype: Any = None,
     check_finite: bool = True,
 ) -> dict:
-    """The stacked tree of numpy arrays.
+    """Assemble the stacked tree of numpy arrays.
 
     Args:
       rules: the family's rules for this kind of file.
-      redundant: regexes of tensors that may be ignored. A head tensor beside tied embeddings is
-        ignored too if it equals them.
-      beside: {path: shape} of leaves that are none of the model's own.
+      redundant: regexes of tensors that may be ignored. A head tensor next to tied embeddings is
+        also ignored if it equals them.
+      beside: {path: shape} of additional leaves that are not part of the model.
       transform: `(config, path, leaf) -> leaf` applied to each leaf.
-      dtype: cast to it; None keeps each tensor's own.
+      dtype: dtype to cast to; None keeps each tensor's dtype.
 
     Raises:
-      CheckpointError: a tensor missing, extra, of the wrong shape or type, or with NaN or infinity.
+      CheckpointError: a tensor is missing, extra, of the wrong shape or dtype, or has NaN or
+        infinity.
     """
     rules, leaves = list(rules), {}
     leaf_shapes(config, rules, tensors, redundant, beside)
@@ -99,7 +99,7 @@ def assemble(
             leaf = transform(config, path, leaf) if transform else leaf
             leaves[path] = leaf if dtype is None else narrowed(path, leaf, dtype)
     tree = restack(config, unflatten(leaves))
-    # Stacking copied most leaves; the others must not keep views of a mapped file.
+    # Stacking has copied most leaves; the others must not remain views of a mapped file.
     return jax.tree.map(lambda leaf: np.require(leaf, requirements=["C", "E", "O", "W"]), tree)
 
 
@@ -110,10 +110,10 @@ def leaf_shapes(
     redundant: Iterable[str],
     beside: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """`{path: shape and dtype}` of the leaves that `assemble` makes; no tensor is read.
+    """Return `{path: shape and dtype}` of the leaves of `assemble` without reading a tensor.
 
     Raises:
-      CheckpointError: a tensor missing, extra, of the wrong shape, or of no float type.
+      CheckpointError: a tensor is missing, extra, of the wrong shape, or not of a float type.
     """
     shapes, leaves = expected_shapes(config) | dict(beside or {}), {}
     wanted = {name for rule in rules for name in rule.names}
@@ -142,12 +142,12 @@ def leaf_shapes(
 
 
 def checked(name: str, stored: Stored, check_finite: bool) -> np.ndarray:
-    """The tensor; with `check_finite` a CheckpointError where it has NaN or infinity."""
+    """Load the tensor; with `check_finite` raise CheckpointError if it has NaN or infinity."""
     array = stored.load()
     if check_finite and not all_finite(array):
         raise CheckpointError(
             f"{stored.file}: tensor {name!r} contains NaN or infinity "
-            "(check_finite=False reads it all the same)"
+            "(check_finite=False loads it anyway)"
         )
     return array
 
@@ -172,7 +172,7 @@ def without_tied(
 
 
 def _equal(a: np.ndarray, b: np.ndarray, chunk: int = 1 << 24) -> bool:
-    """np.array_equal, in little memory."""
+    """Return np.array_equal(a, b), computed in chunks to save memory."""
     if a.shape != b.shape:
         return False
     a, b = a.reshape(-1), b.reshape(-1)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: orbax arrays, JSON beside them, and a manifest that tells damage."""
+"""Checkpoints of a run: orbax arrays, JSON, and a manifest that detects damage."""
 
 import contextlib
 import hashlib
@@ -22,20 +22,20 @@ from ffn_heterogeneity.wording import check_number, first_line
 
 
 class Checkpoints:
-    """The checkpoints under one directory: the latest `keep`, and the best one of each of them.
+    """The checkpoints under one directory: the latest `keep`, and the best that each of them names.
 
     A checkpoint is a directory named by its step: `state/` (orbax, arrays by path), `info/` (JSON:
-    what the caller hands over, e.g. the data position, and which step is the best so far), and
-    `manifest.json` with the size and CRC-32 of every file. All of it is written under a temporary
-    name by process 0 (arrays by every process) and moved as the last thing, so a save that was
-    killed is never seen, a checkpoint without a manifest is a damaged one, and which step is the
-    best cannot disagree with what is on disk: it is said by the latest checkpoint itself. Older
-    ones are removed after the move. Leaves that never change are written once, sealed in the same
-    way, to `<directory>_frozen/0`; every checkpoint names them by the digest of their manifest.
+    data of the caller, e.g. the data position, and which step is the best so far), and
+    `manifest.json` with the size and CRC-32 of every file. Process 0 writes everything under a
+    temporary name (arrays: every process) and moves it at the end. So an interrupted save is never
+    visible, and a checkpoint without a manifest is damaged. The best step is recorded inside the
+    latest checkpoint, so it cannot disagree with the files. Older checkpoints are removed after the
+    move. Leaves that never change are written once, with a manifest, to `<directory>_frozen/0`;
+    every checkpoint refers to them by the digest of that manifest.
 
     Args:
-      directory: local path or bucket; made when missing.
-      keep: how many of the latest are kept.
+      directory: local path or bucket; created if missing.
+      keep: number of latest checkpoints to keep.
 
     Raises:
       ValueError: `keep` is below 1.
@@ -56,14 +56,14 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_LatestAndBest(self),
             temporary_path_class=seals.temporary_path_class(self.directory),
-            # On CPU the arrays on the host ARE the device's: a save in the background would read
-            # buffers that the next step has been given by donation.
+            # On CPU, host arrays ARE the device's buffers: a save in the background would read
+            # buffers that were donated to the next step.
             enable_async_checkpointing=jax.default_backend() != "cpu",
         )
         return ocp.CheckpointManager(self.directory, options=options)
 
     def steps(self) -> list[int]:
-        """Steps that have a whole checkpoint, ascending.
+        """Steps that have a complete checkpoint, ascending.
 
         Raises:
           CheckpointError: see `wait`.
@@ -84,17 +84,17 @@ class Checkpoints:
     def save(
         self, step: int, state: Any, info: dict, *, best: bool = False, frozen: Collection[str] = ()
     ) -> None:
-        """Saves `state` (any pytree of arrays) and `info` (JSON) as `step`, unless it is there.
+        """Save `state` (any pytree of arrays) and `info` (JSON) as `step`, unless it exists.
 
         Args:
           frozen: paths of leaves that are the same in every checkpoint.
-          best: it is the best so far: it stays until another is. Of a step that is there already
-            only this process knows it, until it saves the next: files are never changed.
+          best: whether this step is the best so far; it is kept until another is better. If the
+            step is already saved, its files are not changed: the next save records it as best.
 
         Raises:
-          CheckpointError: the files, or those of the save before, could not be written (a full
-            disk, say). What was there is untouched, and nothing half-written is left (with more
-            than one process it is left, unseen, until the next start).
+          CheckpointError: the files of this or the previous save could not be written (e.g. a full
+            disk). Existing checkpoints are unchanged and partial files are removed (with several
+            processes they remain, invisible, until the next start).
         """
         if step in self.steps():
             if best:
@@ -121,10 +121,10 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for a save in the background.
+        """Wait for a save in the background.
 
         Raises:
-          CheckpointError: it could not be written; see `save`.
+          CheckpointError: the save failed; see `save`.
         """
         step, self._saving = self._saving, None
         try:
@@ -133,14 +133,14 @@ class Checkpoints:
             self._give_up(step, error)
 
     def _give_up(self, step: int | None, error: Exception) -> NoReturn:
-        """Clears away what a failed save left, which also gives its room back."""
+        """Remove the partial files of a failed save, which also frees disk space, and raise."""
         if step is not None:
             self._bests.pop(step, None)
         if jax.process_count() == 1:  # with more, they would wait for each other here
             _join(set(threading.enumerate()) - self._threads)
             for path in self.directory.glob(f"{step}{atomicity.TMP_DIR_SUFFIX}*"):
                 _remove(path)
-            # The old one would raise the same error for ever, and has forgotten what to keep.
+            # The old manager would raise the same error forever, and has lost its list of steps.
             self._manager = self._open()
         good = self._good_step(exclude=step)
         last = "there is no other one"
@@ -148,8 +148,8 @@ class Checkpoints:
             last = f"the last good checkpoint is {self.directory / str(good)}"
         name = self.directory if step is None else self.directory / str(step)
         raise CheckpointError(
-            f"checkpoint {name} could not be written: {_cause(error)}; {last}. Put that right "
-            "(make room, say), then resume"
+            f"checkpoint {name} could not be written: {_cause(error)}; {last}. Fix the cause "
+            "(e.g. free disk space), then resume"
         ) from error
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict]:
@@ -160,8 +160,8 @@ class Checkpoints:
             leaves with a `sharding` are restored onto it.
 
         Raises:
-          CheckpointError: there is none; a file is missing, truncated or altered; the tree is
-            another model's. The message names the file or leaf and the last good checkpoint.
+          CheckpointError: no checkpoint; a file is missing, truncated or altered; the tree belongs
+            to another model. The message names the file or leaf and the last good checkpoint.
         """
         step = self.latest_step() if step is None else step
         if step is None or step not in self.steps():
@@ -190,7 +190,7 @@ class Checkpoints:
                 leaves |= self._read_frozen(name, record, {p: wanted[p] for p in frozen})
         except CheckpointError:
             raise
-        except Exception as error:  # of many kinds and a hundred lines each
+        except Exception as error:  # of many types, with messages of a hundred lines
             problem = f"{type(error).__name__}: {first_line(error)}"
         if problem:
             raise CheckpointError(
@@ -202,7 +202,7 @@ class Checkpoints:
         ]
 
     def _seal_frozen(self, leaves: dict[str, Any]) -> str | None:
-        """Writes the leaves, unless they are there; the digest of their manifest."""
+        """Write the frozen leaves unless they exist; return the digest of their manifest."""
         if leaves and self._sealed is None:
             with contextlib.closing(Checkpoints(_frozen_beside(self.directory))) as own:
                 own.save(0, leaves, {})
@@ -215,16 +215,17 @@ class Checkpoints:
             leaves, _ = own.restore(wanted, 0)
         if _manifest_digest(self.directory) != record["frozen"]["digest"]:
             raise CheckpointError(
-                f"{own.directory} is not what checkpoint {name} was written with: put the frozen "
-                "leaves of that run back, or start again in a new work directory"
+                f"{own.directory} is not what checkpoint {name} was written with: restore the "
+                "frozen leaves of that run, or start again in a new work directory"
             )
         return leaves
 
     def verify(self, step: int) -> None:
-        """Compares the files of `step` with its manifest.
+        """Compare the files of `step` with its manifest.
 
         Raises:
-          CheckpointError: names the file that is missing, truncated, altered or not listed.
+          CheckpointError: a file is missing, truncated, altered or not listed; the message names
+            it.
         """
         if problem := seals.problem(self.directory / str(step)):
             raise CheckpointError(
@@ -233,7 +234,7 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Waits, then ends orbax's threads.
+        """Wait for the save in the background, then stop orbax's threads.
 
         Raises:
           CheckpointError: see `wait`.
@@ -247,10 +248,10 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(**items))
 
     def _best_by(self, step: int) -> int | None:
-        """The best step by the record inside the checkpoint `step`; None where it is unreadable."""
+        """Best step recorded inside the checkpoint `step`; None if the record is unreadable."""
         if step not in self._bests:
             self._bests[step] = None
-            with contextlib.suppress(Exception):  # damage is told, and by name, at the restore
+            with contextlib.suppress(Exception):  # `restore` reports damage, with the file's name
                 record = self._restore(step, info=ocp.args.JsonRestore())["info"]
                 self._bests[step] = record["best"]
         return self._bests[step]
@@ -272,9 +273,10 @@ class Checkpoints:
 
 
 class _LatestAndBest:
-    """Orbax preservation policy: the latest `keep`, and the best by the word of each of them.
+    """Orbax preservation policy: the latest `keep` steps, and the best step each of them names.
 
-    Asked at every save, the new step included; what it gives up is removed once that is whole.
+    Orbax calls it at every save, with the new step included; a dropped checkpoint is deleted only
+    after the new one is complete.
     """
 
     def __init__(self, owner: Checkpoints):
@@ -301,7 +303,7 @@ def _dotted(path: str) -> str:
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """`{path: leaf}`. "." joins, since orbax makes folders of "/" and paths may hold it already."""
+    """`{path: leaf}`, joined by ".", because orbax turns "/" into folders, and paths contain it."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     leaves = {_dotted(path_str(path)): leaf for path, leaf in pairs}
     if len(leaves) != len(pairs):
@@ -327,17 +329,17 @@ def _shape(entry: list | None) -> str:
 
 
 def _join(threads: set[threading.Thread], seconds: float = 5.0) -> None:
-    """Lets the other threads of a failed save end: they would write into what is being removed."""
+    """Wait for the other threads of a failed save, which could write into the removed folder."""
     end = time.monotonic() + seconds
     for thread in threads - {threading.current_thread()}:
-        with contextlib.suppress(Exception):  # orbax's raise here what they died of
+        with contextlib.suppress(Exception):  # orbax's threads re-raise their errors here
             thread.join(timeout=max(0.0, end - time.monotonic()))
 
 
 def _remove(folder: epath.Path) -> None:
-    """Until it stays away: tensorstore writes on, out of Python's sight, and makes folders anew.
+    """Remove a folder, repeatedly: tensorstore's threads may still write and recreate it.
 
-    What comes back later than that is no checkpoint either, and goes at the next start.
+    A folder that reappears later is not a complete checkpoint; the next start removes it.
     """
     gone, end = 0, time.monotonic() + 5
     while gone < 6 and time.monotonic() < end:
@@ -348,7 +350,7 @@ def _remove(folder: epath.Path) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """The system's own words ("No space left on device") where it has any."""
+    """The operating system's message ("No space left on device"), if there is one."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, OSError) and inner.strerror:

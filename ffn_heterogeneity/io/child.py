@@ -1,5 +1,7 @@
-"""A process kept beside this one, with bounds on time and memory: there is tried what came with a
-model's directory and may compute without end."""
+"""A child process with limits on time and memory.
+
+It runs what came with a model's directory (templates, tokenizers) and may never finish.
+"""
 
 from __future__ import annotations
 
@@ -19,35 +21,35 @@ MAIN = Path(__file__).with_name("child_main.py")
 
 @functools.cache
 def kept(task: str, memory: int, process_id: int) -> Child:
-    """The one of a task; a process that was forked (another id) has its own."""
+    """Return the cached child of a task; a forked process (another id) gets a new one."""
     return Child(task, memory)
 
 
 def ask(
     task: str, request: Any, seconds: float, memory: int, meanwhile: Callable[[], Any] = int
 ) -> dict[str, Any]:
-    """The answer of the process that is kept for a task, or {"runaway": why it had to be ended}.
+    """Return the answer of a task's child process, or {"runaway": why it was stopped}.
 
     Args:
       task: one of `child_main.TASKS`.
-      seconds: of computing, not of waiting: a busy machine changes nothing.
-      memory: bytes beside those of its interpreter.
-      meanwhile: called while it works.
+      seconds: limit on CPU time, so that a busy machine makes no difference.
+      memory: bytes that it may use in addition to those of its interpreter.
+      meanwhile: called while the child works.
     """
     return kept(task, memory, os.getpid()).ask(json.dumps([seconds, request]), seconds, meanwhile)
 
 
 class Child:
-    """The other process; it ends with this one, whose end of the pipe closes then."""
+    """A child process; it ends with its parent, because the parent's end of the pipe closes."""
 
     def __init__(self, task: str, memory: int):
         self.command = [sys.executable, "-P", os.fspath(MAIN), task, str(memory)]
         self.memory, self.lock, self.process = memory, threading.Lock(), None
 
     def ask(self, line: str, seconds: float, meanwhile: Callable[[], Any]) -> dict[str, Any]:
-        """Its answer to a line."""
+        """Return the child's answer to a line."""
         with self.lock:
-            # Not kept where this is interrupted: its answer would be taken for the next one's.
+            # Not reused after an interrupt: its late answer would be taken for the next one's.
             process, self.process = self.process or self._start(), None
             try:
                 process.stdin.write(f"{line}\n")
@@ -62,17 +64,17 @@ class Child:
             process.communicate()
         if process.returncode == -signal.SIGPROF:
             return {"runaway": f"computes for more than {seconds:g} s"}
-        if process.returncode == -signal.SIGABRT:  # so end Rust and C++ where memory ends
+        if process.returncode == -signal.SIGABRT:  # how Rust and C++ programs end without memory
             return {"runaway": f"wants more than {self.memory >> 20} MB"}
         return {"runaway": f"ends the process that tries it (exit status {process.returncode})"}
 
     def _start(self) -> subprocess.Popen:
-        # In a session of its own: it outlives Ctrl-C while a run saves its state.
+        # A separate session, so that Ctrl-C does not end it while a run saves its state.
         return subprocess.Popen(
             self.command,
             text=True,
             start_new_session=True,
-            # Each thread would take of the address space that is bounded.
+            # Each thread would use part of the limited address space.
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

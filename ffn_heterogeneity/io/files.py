@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written under a temporary name, then moved."""
+"""Atomic files: written under a temporary name, then moved."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a quota, a limi
 
 
 def user_cache() -> Path | None:
-    """`ffn_heterogeneity` in the user's cache directory; None where there is none."""
+    """`ffn_heterogeneity` in the user's cache directory; None if there is no such directory."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # no home
@@ -34,11 +34,11 @@ def user_cache() -> Path | None:
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike, *, directory: bool = False) -> Iterator[epath.Path]:
-    """Yields a temporary sibling of `path`; on success it is moved over `path`, else removed.
+    """Yield a temporary sibling of `path`; on success it is moved over `path`, else removed.
 
-    It is an empty file, or an empty directory. In a bucket it is `path` itself, and a file: an
-    object appears whole there or not at all, and moving it would be a copy. What killed processes
-    left of the same path goes first.
+    The sibling is an empty file or directory. In a bucket it is `path` itself, a file: objects
+    appear there atomically, and a move would be a copy. Leftovers of killed processes for the same
+    path are removed first.
     """
     path = epath.Path(path)
     if is_bucket(path):
@@ -57,7 +57,7 @@ def atomic_path(path: str | os.PathLike, *, directory: bool = False) -> Iterator
         else:
             temporary.replace(path)
     except OSError as error:
-        if error.errno in FULL and not error.filename:  # it does not say whose file it was
+        if error.errno in FULL and not error.filename:  # the error does not name the file
             error.filename = os.fspath(path)
         raise
     finally:
@@ -67,12 +67,12 @@ def atomic_path(path: str | os.PathLike, *, directory: bool = False) -> Iterator
 
 
 def _temporary(path: epath.Path, directory: bool) -> tuple[epath.Path, int]:
-    """A new sibling and the handle that locks it: by that others know that its process lives."""
+    """Create a sibling and lock it, which shows other processes that its owner is alive."""
     while True:
-        # The suffix is kept last because some writers (matplotlib) choose the format by it.
+        # The suffix stays last because some writers (matplotlib) choose the format by it.
         temporary = path.parent / f".{path.stem}.{uuid.uuid4().hex[:8]}.partial{path.suffix}"
         temporary.mkdir() if directory else temporary.touch()
-        with contextlib.suppress(FileNotFoundError):  # taken for a leftover before it was locked
+        with contextlib.suppress(FileNotFoundError):  # removed as a leftover before it was locked
             handle = os.open(temporary, os.O_RDONLY)
             if lock(handle) is not False and temporary.exists():
                 return temporary, handle
@@ -80,9 +80,9 @@ def _temporary(path: epath.Path, directory: bool) -> tuple[epath.Path, int]:
 
 
 def _remove_leftovers(path: epath.Path) -> None:
-    """Removes what `atomic_path` of `path` left behind in processes that were killed.
+    """Remove temporary siblings of `path` that killed processes left behind.
 
-    What a living process writes is locked and stays; where there are no locks all of it stays.
+    Siblings that a running process writes are locked and stay; without file locks, all stay.
     """
     name = re.compile(
         rf"\.{re.escape(path.stem)}\.[0-9a-f]{{8}}\.partial{re.escape(path.suffix)}"
@@ -91,7 +91,7 @@ def _remove_leftovers(path: epath.Path) -> None:
     for found in filter(name.fullmatch, os.listdir(path.parent)):
         left = path.parent / found
         with contextlib.suppress(FileNotFoundError):  # another process was faster
-            if os.path.islink(left):  # nobody here made it, and it may lead anywhere
+            if os.path.islink(left):  # not made here, and it may point anywhere
                 os.unlink(left)
                 continue
             handle = os.open(left, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait
@@ -101,10 +101,10 @@ def _remove_leftovers(path: epath.Path) -> None:
 
 
 def lock(handle: int) -> bool | None:
-    """Takes the kernel's lock on an open file or directory, gone with the process however it ends.
+    """Take the kernel's lock on an open file or directory; it is released when the process ends.
 
     Returns:
-      Whether it could: False where another has it, None where the file system knows no locks.
+      True if locked, False if another process holds it, None if the file system has no locks.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,17 +119,17 @@ def lock(handle: int) -> bool | None:
 
 
 def is_bucket(path: str | os.PathLike) -> bool:
-    """True if it is an object store's ("gs://..."): nothing can be moved or appended to there."""
+    """True for a path in an object store ("gs://..."), which cannot move or append to files."""
     return "://" in os.fspath(path)
 
 
 def check_opens(path: str | os.PathLike) -> None:
-    """Refuses an object store's path whose package is not installed.
+    """Check that the package for an object store's path is installed.
 
     Raises:
-      ImportError: names the path, the package and the way to it.
+      ImportError: it is missing; the message names the path, the package and how to install it.
     """
-    # Where TensorFlow is, epath opens buckets with it.
+    # If TensorFlow is installed, epath opens buckets with it.
     if not is_bucket(path) or importlib.util.find_spec("tensorflow"):
         return
     import fsspec
@@ -144,7 +144,7 @@ def check_opens(path: str | os.PathLike) -> None:
 
 
 def copy_tree(source: epath.Path, target: epath.Path, *, last: str = "") -> None:
-    """Copies every file of a directory; the one named `last`, which makes it whole, at the end."""
+    """Copy every file of a directory; the file `last`, which marks it complete, comes last."""
     names = sorted(walk(source), key=lambda path: path.name == last)
     for path in names:
         to = target / os.fspath(path.relative_to(source))
@@ -153,7 +153,7 @@ def copy_tree(source: epath.Path, target: epath.Path, *, last: str = "") -> None
 
 
 def walk(folder: epath.Path) -> Iterator[epath.Path]:
-    """Every file under it, in order of names."""
+    """Iterate over all files under a folder, sorted by name."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from walk(path)
@@ -162,27 +162,27 @@ def walk(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Writes `value` as indented JSON, atomically. NaN and infinity are written as strings."""
+    """Write `value` as indented JSON, atomically; NaN and infinity are written as strings."""
     write_text(path, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: str | os.PathLike, text: str) -> str:
-    """Writes the text whole or not at all, and returns it."""
+    """Write the text atomically and return it."""
     with atomic_path(path) as temporary:
         temporary.write_text(text)
     return text
 
 
 def once(folder: str | os.PathLike | None, name: str, function: Callable[[], Any]) -> Any:
-    """The result of `function()`, as plain data; kept in `<folder>/<name>.json`, where it is found.
+    """Return `function()` as plain data, cached in `<folder>/<name>.json`.
 
-    A result is known by its name alone: whoever gives the folder sees to it that all settings are
-    the same (`io.workdir.prepare_workdir`). Without a folder nothing is kept.
+    A result is identified only by its name: the caller ensures that all settings are the same
+    (`io.workdir.prepare_workdir`). Without a folder nothing is cached.
     """
     if folder is None:
         return plain(function())
     path = epath.Path(folder) / (re.sub(r"[^\w.-]+", "_", name) + ".json")
-    # Two names may share a file's: then the file is the other's.
+    # Two names may map to the same file: then the file belongs to the other.
     if path.exists() and read_json(path).get("name") == name:
         print(f"{name}: done before, read from {path}", file=sys.stderr)
     else:
@@ -191,10 +191,10 @@ def once(folder: str | os.PathLike | None, name: str, function: Callable[[], Any
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON gives it back: arrays and tuples as lists, NaN and infinity as their names.
+    """Convert `value` to plain JSON data: arrays and tuples to lists, NaN and infinity to strings.
 
     Raises:
-      TypeError: it holds what is not plain data.
+      TypeError: a value that is not plain data.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()

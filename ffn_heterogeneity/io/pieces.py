@@ -1,6 +1,6 @@
-"""A safetensors checkpoint written piece by piece, each at its place: never a whole file in memory.
+"""Writer of safetensors checkpoints piece by piece, without a whole file in memory.
 
-The bytes are those that the `safetensors` library writes.
+The result has the same bytes as that of the `safetensors` library.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from ffn_heterogeneity.io.assemble import narrowed
 from ffn_heterogeneity.io.safetensors import DTYPE_NAMES, plan_shards, write_index
 
 _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES)}
-_TILE = 128  # elements on a side of what is copied at once
-# Bytes looked at, changed and written at a time: they stay in a core's cache.
+_TILE = 128  # side of the tiles that are copied, in elements
+# Bytes processed and written at a time: they fit in a core's cache.
 PIECE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A tensor to be written."""
+    """Shape and dtype of a tensor to be written."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -40,8 +40,8 @@ class Pieces:
     """The open files of a checkpoint.
 
     Attributes:
-      specs: {tensor name: what is to be written}.
-      order: the names, file by file, as they lie there.
+      specs: {tensor name: its spec}.
+      order: the names in the order of the files' data.
     """
 
     specs: Mapping[str, Spec]
@@ -49,10 +49,10 @@ class Pieces:
     _places: Mapping[str, tuple[int, int]]  # (file descriptor, offset)
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """Writes the whole tensor, cast to its dtype.
+        """Write the whole tensor, cast to its dtype.
 
         Raises:
-          ValueError: another shape; a finite value that is infinite in its dtype.
+          ValueError: another shape; a finite value that becomes infinite in the dtype.
         """
         if array.shape != self.specs[name].shape:
             raise ValueError(f"{name} has shape {array.shape}, planned as {self.specs[name].shape}")
@@ -60,7 +60,7 @@ class Pieces:
         self.write_part(name, 0, whole.reshape(-1))
 
     def write_part(self, name: str, first: int, flat: np.ndarray) -> None:
-        """Writes elements `first` and on of the tensor, cast to its dtype."""
+        """Write part of a tensor, from element `first` on, cast to its dtype."""
         dtype = self.specs[name].dtype
         file, offset = self._places[name]
         step = PIECE // dtype.itemsize
@@ -70,7 +70,7 @@ class Pieces:
 
 
 def by_rows(kernel: np.ndarray) -> np.ndarray:
-    """`kernel` with contiguous rows: itself, or a copy."""
+    """Return `kernel` with contiguous rows: itself, or a copy."""
     if kernel.flags.c_contiguous:
         return kernel
     copy = np.empty(kernel.shape, kernel.dtype)
@@ -79,7 +79,7 @@ def by_rows(kernel: np.ndarray) -> np.ndarray:
 
 
 def copy_tiles(target: np.ndarray, source: np.ndarray) -> None:
-    """target[:] = source, five times faster where one is stored as the other's transpose."""
+    """Copy source to target[:], five times faster if one is stored as the other's transpose."""
     for a in range(0, source.shape[0], _TILE):
         for b in range(0, source.shape[1], _TILE):
             tile = (slice(a, a + _TILE), slice(b, b + _TILE))
@@ -90,7 +90,7 @@ def copy_tiles(target: np.ndarray, source: np.ndarray) -> None:
 def open_pieces(
     directory: Path, specs: Mapping[str, Spec], max_shard_bytes: int
 ) -> Iterator[Pieces]:
-    """Makes the files and the index, headers written, tensors to be written.
+    """Create the files, with their headers, and the index; the tensors are written later.
 
     Args:
       specs: in the order in which tensors fill the files.
@@ -101,7 +101,7 @@ def open_pieces(
     places = {}
     with contextlib.ExitStack() as stack:
         for name, tensors in shards.items():
-            # As the library lays them out: wide types first, then by name.
+            # The library's order: wide dtypes first, then by name.
             tensors = sorted(tensors, key=lambda t: (-_RANKS[specs[t].dtype], t))
             header, offsets = _header({t: specs[t] for t in tensors})
             file = stack.enter_context((directory / name).open("wb"))
@@ -116,8 +116,8 @@ def open_pieces(
 
 
 def _header(specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, int]]:
-    """(header with its length, {name: offset of the data behind it})."""
-    # transformers refuses files without this metadata.
+    """(header with its length, {name: offset of the data after it})."""
+    # transformers rejects files without this metadata.
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name, spec in specs.items():

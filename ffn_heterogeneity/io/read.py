@@ -1,7 +1,7 @@
-"""Files that somebody else wrote, read with bounds: regular ones, size first; JSON by one parser.
+"""Reading of untrusted files with limits on type and size, and of JSON with limits.
 
-What is refused names the file (and the line) and the trouble, in one line. Links to regular files
-are followed: the hub's cache is made of them.
+Errors name the file (and the line) and the problem in one line. Links to regular files are
+followed, because the hub's cache consists of them.
 """
 
 import collections
@@ -16,27 +16,27 @@ from etils import epath
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.wording import first_line
 
-# No file of settings, names or results is larger: the index of a model with 10^5 tensors has 10 MB.
+# Upper bound for files of settings, names or results: the index of 10^5 tensors has 10 MB.
 MAX_FILE = 64 << 20
-# Objects and lists inside each other, objects and lists in all, digits of a number.
+# Limits: nesting of objects and lists, their total number, digits of a number.
 MAX_DEPTH, MAX_PARTS, MAX_DIGITS = 64, 2_000_000, 40
 
 
 def open_regular(path: str | os.PathLike, error: type[Exception] = ValueError) -> IO[bytes]:
-    """The file, open for reading; of a bucket an object.
+    """Open a regular file (or a bucket's object) for reading.
 
     Raises:
-      FileNotFoundError: there is none.
-      error: a directory, a FIFO, a device or a socket, of which no end may come; no right to read.
+      FileNotFoundError: no such file.
+      error: a directory, or a FIFO, device or socket, which may never end; no permission to read.
     """
     if "://" in os.fspath(path):
         return epath.Path(path).open("rb")
     try:
-        # A FIFO without a writer would wait here.
+        # A FIFO without a writer would block here.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as trouble:  # links in a circle, no rights; a NUL in the name
+    except (OSError, ValueError) as trouble:  # circular links, no permission; a NUL in the name
         raise error(f"{os.fspath(path)!r:.200} cannot be read: {first_line(trouble)}") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -47,15 +47,15 @@ def open_regular(path: str | os.PathLike, error: type[Exception] = ValueError) -
 def read_bytes(
     path: str | os.PathLike, limit: int = MAX_FILE, error: type[Exception] = ValueError
 ) -> bytes:
-    """All of a regular file.
+    """Read all of a regular file.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: no such file.
       error: see `open_regular`; more than `limit` bytes.
     """
     parts, size = [], 0
     with open_regular(path, error) as file:
-        # A size may be a lie, as in /proc; what is asked for at once is taken from memory at once.
+        # The reported size may be wrong (/proc), and a large read allocates its memory at once.
         while part := file.read(1 << 16):
             parts.append(part)
             if (size := size + len(part)) > limit:
@@ -66,10 +66,10 @@ def read_bytes(
 def read_text(
     path: str | os.PathLike, limit: int = MAX_FILE, error: type[Exception] = ValueError
 ) -> str:
-    """The text of a regular file.
+    """Read the text of a regular file.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: no such file.
       error: see `read_bytes`; not UTF-8.
     """
     try:
@@ -79,10 +79,10 @@ def read_text(
 
 
 def read_json(path: str | os.PathLike, error: type[Exception] = ValueError) -> Any:
-    """The value in a JSON file.
+    """Read a JSON file.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: no such file.
       error: see `read_text` and `parse_json`; the message names the file and the place.
     """
     return parse_json(read_text(path, error=error), os.fspath(path), error)
@@ -91,12 +91,12 @@ def read_json(path: str | os.PathLike, error: type[Exception] = ValueError) -> A
 def read_object(
     path: str | os.PathLike, error: type[Exception] = CheckpointError
 ) -> dict[str, Any]:
-    """The object in a JSON file; raises as `read_json`, and where it holds none."""
+    """Read a JSON file that must contain an object; raises as `read_json`, or for other values."""
     return parse_object(read_text(path, error=error), os.fspath(path), error)
 
 
 def parse_object(text: str, place: str, error: type[Exception] = ValueError) -> dict[str, Any]:
-    """The object that a text of JSON is; raises as `parse_json`, and where it is none."""
+    """Parse JSON text that must be an object; raises as `parse_json`, or for other values."""
     value = parse_json(text, place, error)
     if not isinstance(value, dict):
         raise error(f"{place} is malformed: it holds a {type(value).__name__}, no object")
@@ -106,19 +106,19 @@ def parse_object(text: str, place: str, error: type[Exception] = ValueError) -> 
 def parse_json(
     text: str, place: str, error: type[Exception] = ValueError, *, lax: bool = False
 ) -> Any:
-    """The value that a text of JSON is.
+    """Parse JSON text, with limits.
 
     Args:
-      place: the file, and the line, for the message; "" where the caller says it.
-      lax: rows of data: NaN, long numbers and half a surrogate pair may stand where nobody looks.
+      place: the file and line for messages; "" if the caller adds it.
+      lax: for rows of data: allow NaN, long numbers and half surrogate pairs in unused fields.
 
     Raises:
-      error: no JSON; NaN and infinity, which are none; a number of more than `MAX_DIGITS` digits;
-        more than `MAX_DEPTH` levels or `MAX_PARTS` objects and lists; a name twice in one object;
-        half a surrogate pair, which no file can hold.
+      error: not JSON; NaN and infinity, which JSON does not have; a number of more than
+        `MAX_DIGITS` digits; more than `MAX_DEPTH` levels or `MAX_PARTS` objects and lists; a
+        duplicate name in an object; half a surrogate pair, which cannot be written to a file.
     """
     at = f"{place}: " if place else ""
-    parts = text.count("[") + text.count("{")  # at least as many as there are
+    parts = text.count("[") + text.count("{")  # an upper bound
     if parts > MAX_PARTS:
         raise error(f"{at}not JSON (more than {MAX_PARTS:,} objects and lists)")
     more = {} if lax else {"parse_constant": _float, "parse_int": _int, "parse_float": _float}
@@ -144,7 +144,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {twice!r:.60} stands twice in one object")
+        raise ValueError(f"the name {twice!r:.60} is twice in one object")
     return found
 
 
@@ -163,7 +163,7 @@ def _float(digits: str) -> float:
 
 
 def _deeper(value: Any) -> bool:
-    """True beyond `MAX_DEPTH` levels; level by level, not by recursion."""
+    """True if nested deeper than `MAX_DEPTH` levels; iterative, not recursive."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
         level = list(_inner(level))

@@ -1,4 +1,4 @@
-"""Bytes of files brought into the page cache before they are asked for, by a thread."""
+"""Read-ahead: a thread brings bytes of files into the page cache before they are needed."""
 
 import contextlib
 import threading
@@ -11,16 +11,16 @@ _PIECE = 1 << 22
 def read_ahead(
     places: Sequence[tuple[str, int, int]], ahead: int = 1 << 28
 ) -> Iterator[Callable[[int], None]]:
-    """Reads `places` = (file, start, stop) in order while the block runs.
+    """Read `places` = (file, start, stop) in order while the block runs.
 
-    A mapped file is read page by page as it is touched, and nothing is computed meanwhile; this
-    thread has the disk work at the same time. It changes nothing but the time.
+    A mapped file is read page by page on access, during which the program waits. The thread
+    overlaps disk reads with computation; it affects only the time.
 
     Args:
-      ahead: bytes that it may be in front of the block.
+      ahead: number of bytes that the thread may be ahead of the block.
 
     Yields:
-      What the block calls with i when it comes to places[i].
+      A function that the block calls with i when it reaches places[i].
     """
     starts = [0]
     for _, start, stop in places:
@@ -51,7 +51,7 @@ def read_ahead(
 
 def _read(places, starts, may_read: Callable[[int], bool]) -> None:
     buffer = memoryview(bytearray(_PIECE))
-    # The one who needs the bytes says what is wrong with them.
+    # Errors are ignored here: the code that needs the bytes reports them.
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         files = {}
         for (name, start, stop), position in zip(places, starts, strict=False):

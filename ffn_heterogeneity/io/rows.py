@@ -1,8 +1,8 @@
-"""Measurements as rows: what every command leaves in rows.jsonl beside its results.json.
+"""Measurements as rows, which every command writes to rows.jsonl next to its results.json.
 
 A row is one number: what was measured, the value, an interval, and where it applies. docs/rows.md
-lists every name. Directories of earlier versions have no rows.jsonl: `rows_of` makes the same rows
-of their results.json.
+lists every name. Directories of earlier versions have no rows.jsonl: `rows_of` computes the same
+rows from their results.json.
 """
 
 import json
@@ -19,14 +19,14 @@ from ffn_heterogeneity.io.read import parse_json
 from ffn_heterogeneity.wording import first_line
 
 RESULTS, ROWS = "results.json", "rows.jsonl"
-# Field -> its type. Absent ones do not apply; "nan", "inf" and "-inf" stand for those numbers.
+# Field -> its type. Absent fields do not apply; "nan", "inf" and "-inf" are those numbers.
 FIELDS: dict[str, type] = {
     "what": str,  # the name of a number, "nll", "accuracy", "jreg/zeta_L"
     "value": float,
-    "low": float,  # of the interval
+    "low": float,  # lower end of the interval
     "high": float,
-    "n": int,  # of the questions, windows or rows behind the value
-    "how": str,  # the interval was made: Wilson, bootstrap, normal, t
+    "n": int,  # number of questions, windows or rows behind the value
+    "how": str,  # method of the interval: Wilson, bootstrap, normal, t
     "step": int,  # of training
     "layer": int,  # from 1
     "neuron": int,  # from 0
@@ -39,7 +39,7 @@ FIELDS: dict[str, type] = {
 MAX_LINE = 1 << 20
 SPLITS = ("train/", "validation/", "test/")
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-# Settings, facts of a machine, and what stands elsewhere in the same results.
+# Keys that are not measurements: settings, machine facts, and duplicates in the same results.
 _NO_MEASUREMENTS = (
     "first",
     "final",
@@ -70,7 +70,7 @@ _NO_MEASUREMENTS = (
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"optimizer.name": "adamw"}` of a nested config; an empty group is a leaf."""
+    """Flatten a nested config to `{"optimizer.name": "adamw"}`; an empty group is a leaf."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         nested = isinstance(value, Mapping) and value
@@ -79,7 +79,7 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 
 def write_results(workdir: str | os.PathLike, results: Mapping[str, Any]) -> None:
-    """Writes rows.jsonl, then results.json: where that is, the other is whole."""
+    """Write rows.jsonl, then results.json: if the latter exists, the former is complete."""
     folder = epath.Path(workdir)
     lines = [json.dumps(row) + "\n" for row in rows_of(results)]
     write_text(folder / ROWS, "".join(lines))
@@ -87,7 +87,7 @@ def write_results(workdir: str | os.PathLike, results: Mapping[str, Any]) -> Non
 
 
 def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The measurements in what a command returns, each with the fields that apply."""
+    """Extract the measurements from a command's results, each with the fields that apply."""
     results = dict(plain(results))
     if "final" in results and "history" not in results:
         results["history"] = [results["final"]]
@@ -95,7 +95,7 @@ def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def measurement(name: str, value: Any, where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The row of a number, or the rows of a list with one a layer; none of anything else."""
+    """Row of a number, or rows of a list with one number per layer; none for other values."""
     if _number(value) is not None:
         yield _row(name, value, where)
     elif isinstance(value, Sequence) and not isinstance(value, str):
@@ -103,8 +103,10 @@ def measurement(name: str, value: Any, where: Mapping[str, Any]) -> Iterator[dic
 
 
 def _special(results: dict[str, Any]) -> Iterator[dict]:
-    """Rows of what has a form of its own, which is taken out of the results: a benchmark's rounds
-    and ratios, the best evaluation, neurons named."""
+    """Rows of results in special forms, which are removed from `results`.
+
+    These are a benchmark's rounds and ratios, the best evaluation, and named neurons.
+    """
     if "benchmark" in results:
         for program, seconds in results.pop("seconds", {}).items():
             rounds = {"n": len(seconds)}
@@ -123,7 +125,7 @@ def _special(results: dict[str, Any]) -> Iterator[dict]:
 
 
 def _of_object(values: Mapping[str, Any], prefix: str, where: dict[str, Any]) -> Iterator[dict]:
-    if "top" in values and "indices" in values:  # the largest entries of a state
+    if "top" in values and "indices" in values:  # the largest entries of a hidden state
         for neuron, value in zip(values["indices"], values["top"], strict=True):
             yield _row(prefix.strip("/"), value, where | {"neuron": neuron})
         values = {name: x for name, x in values.items() if name not in ("top", "indices")}
@@ -146,7 +148,7 @@ def _of_object(values: Mapping[str, Any], prefix: str, where: dict[str, Any]) ->
 
 
 def _of_list(values: Sequence[Any], name: str, where: dict[str, Any]) -> Iterator[dict]:
-    """A number a layer, or objects that say where they belong (as "layers" do by their order)."""
+    """Rows of a list: one number per layer, or objects with their place (or layers in order)."""
     for i, value in enumerate(values, 1):
         if _number(value) is not None:
             yield _row(name, value, where | {"layer": i})
@@ -157,7 +159,7 @@ def _of_list(values: Sequence[Any], name: str, where: dict[str, Any]) -> Iterato
 
 
 def _places(values: Mapping[str, Any]) -> dict[str, int]:
-    """Where an object of a list belongs, by its own word."""
+    """Fields in an object of a list that give its place."""
     names = ("step", "layer", "neuron", "shots")
     return {name: values[name] for name in names if _is_int(values, name)}
 
@@ -170,7 +172,7 @@ def _row(name: str, value: Any, where: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _interval(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """low, high, n and how, of the value's neighbours; of a text's windows n and where they are."""
+    """Fields low, high, n and how of a value, from the keys next to it; n and units of windows."""
     if name in ("nll", "perplexity") and "nll_windows" in values:
         return {"n": len(values["nll_windows"]), "units": f"{RESULTS}:nll_windows"}
     if name in ("nll", "perplexity") and _is_int(values, "windows"):
@@ -186,7 +188,7 @@ def _interval(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _is_end(values: Mapping[str, Any], name: str) -> bool:
-    """Whether it is an end of an interval, or the n, of a neighbour."""
+    """True if the key is an interval end or the n of another key."""
     base, _, end = name.rpartition("_")
     if end in ("low", "high") and base in values:
         return True
@@ -200,7 +202,7 @@ def _is_int(values: Mapping[str, Any], name: str) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """True of what int64 holds: frames can hold no more."""
+    """True for an integer that fits in int64, the largest type of data frames."""
     return type(value) is int and -(1 << 63) <= value < 1 << 63
 
 
@@ -211,10 +213,10 @@ def _number(value: Any) -> float | None:
 
 
 def read_results(results: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
-    """The measurements of a results.json that somebody else wrote.
+    """Extract the measurements of an untrusted results.json.
 
     Raises:
-      ValueError: it is not of the form that any command writes; names the file.
+      ValueError: no command writes this form; the message names the file.
     """
     try:
         return [_check_row(row) for row in rows_of(results)]
@@ -223,11 +225,11 @@ def read_results(results: Mapping[str, Any], source: str) -> list[dict[str, Any]
 
 
 def read_rows(text: str, source: str) -> list[dict[str, Any]]:
-    """The rows of a rows.jsonl, numbers as numbers.
+    """Read the rows of a rows.jsonl; values become numbers.
 
     Raises:
-      ValueError: a line that is no row (too long, no JSON, a field that there is not or of another
-        type); names the file and line.
+      ValueError: a line is not a row (too long, not JSON, an unknown field or one of another type);
+        the message names the file and line.
     """
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -243,12 +245,12 @@ def _checked(line: str) -> dict[str, Any]:
         raise ValueError(f"{len(line):,} characters, a row has at most {MAX_LINE:,}")
     row = parse_json(line, "")
     if not isinstance(row, dict) or not {"what", "value"} <= set(row):
-        raise ValueError("no row: it is no object with a 'what' and a 'value'")
+        raise ValueError("not a row: expected an object with a 'what' and a 'value'")
     return _check_row(row)
 
 
 def _check_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, its numbers as numbers; raises ValueError where a field is of another type."""
+    """Return the row with values as numbers; raise ValueError for a field of another type."""
     for field, value in row.items():
         if field not in FIELDS:
             raise ValueError(f"a row has no field {field!r:.40}: there are {', '.join(FIELDS)}")

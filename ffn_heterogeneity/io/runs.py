@@ -1,6 +1,6 @@
-"""Files of runs as texts, in folders and in archives (.tar.xz and the like), read bounded.
+"""Reading of runs' text files from folders and archives (.tar.xz and the like), with limits.
 
-Nothing of an archive is written anywhere.
+Archives are never extracted to disk.
 """
 
 import functools
@@ -18,16 +18,16 @@ from ffn_heterogeneity.io.rows import RESULTS, ROWS
 CONFIG, INPUTS, METRICS = "config.json", "inputs.json", "metrics.jsonl"
 SWEEP, SAMPLES = "sweep.json", "samples"
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.zst")
-# Files that are read of a run; seconds and bytes that reading an archive may take.
+# Files of a run that are read; limits in seconds and bytes for reading an archive.
 READ = (CONFIG, INPUTS, RESULTS, ROWS)
 SECONDS, MAX_ARCHIVE = 120.0, 2 << 30
-# Folders of a run that hold no runs.
+# Folders of a run that contain no runs.
 _LEAVES = ("checkpoints", "checkpoints_frozen", "model", "tokens", SAMPLES, "tensorboard")
 Texts = dict[str, str]  # file's name -> text
 
 
 def read_text(path: str) -> str:
-    """The text of a file of a run, in a folder or an archive; "" if it is not there."""
+    """Read a file of a run, in a folder or an archive; "" if it does not exist."""
     for end in ARCHIVES:
         archive, found, member = path.partition(f"{end}/")
         if found and os.path.isfile(archive + end):
@@ -37,10 +37,10 @@ def read_text(path: str) -> str:
 
 
 def read_listing(path: str | os.PathLike) -> dict[str, Any]:
-    """The object in a sweep.json: "sweep", "kind" and "points", each with its "name".
+    """Read a sweep.json: an object with "sweep", "kind" and "points", each with its "name".
 
     Raises:
-      ValueError: no JSON, or points without a name of one folder each.
+      ValueError: not JSON, or points whose names are not distinct folder names.
     """
     listing = read_object(path, ValueError)
     points = listing.get("points")
@@ -52,7 +52,7 @@ def read_listing(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def folders(directory: str, read: Sequence[str]) -> Iterator[tuple[str, Texts]]:
-    """(path, texts) of those that hold a file that is read, parents first."""
+    """Iterate over (path, texts) of the folders that contain such a file, parents first."""
     if directory.endswith(ARCHIVES):
         found: dict[str, Texts] = {}
         for member, text in _members(directory).items():
@@ -63,11 +63,11 @@ def folders(directory: str, read: Sequence[str]) -> Iterator[tuple[str, Texts]]:
         return
     root = epath.Path(directory)
     if not root.is_dir():
-        raise ValueError(f"{directory} is no directory of runs, nor an archive of some")
+        raise ValueError(f"{directory} is neither a directory nor an archive of runs")
     places, seen = [root], set()
     while places:
         place = places.pop()
-        if (real := os.path.realpath(place)) in seen:  # a link to where we have been
+        if (real := os.path.realpath(place)) in seen:  # a link to a visited folder
             continue
         seen.add(real)
         files = {path.name: path for path in place.iterdir()}
@@ -79,7 +79,7 @@ def folders(directory: str, read: Sequence[str]) -> Iterator[tuple[str, Texts]]:
 
 
 def _members(archive: str) -> Texts:
-    """Path in an archive -> text, of what is read of runs. Nothing is written anywhere."""
+    """{path in an archive: text} of the runs' files that are read."""
     if not os.path.isfile(archive):
         raise ValueError(f"{archive} is no archive: there is no such file")
     return _read_archive(archive, os.path.getmtime(archive))
@@ -87,10 +87,10 @@ def _members(archive: str) -> Texts:
 
 @functools.lru_cache(maxsize=2)
 def _read_archive(path: str, written: float) -> Texts:
-    """`written`: when the archive was, to tell it from a newer one."""
+    """Read an archive; `written`, its modification time, distinguishes it from a newer one."""
     request = [os.path.abspath(path), [*READ, METRICS], SAMPLES, MAX_FILE]
     reply = child.ask("archive", request, SECONDS, MAX_ARCHIVE)
     if "texts" in reply:
         return reply["texts"]
     why = reply.get("refused") or f"it {reply['runaway']}"
-    raise ValueError(f"{path} is no archive that can be read: {why}")
+    raise ValueError(f"{path} is not a readable archive: {why}")

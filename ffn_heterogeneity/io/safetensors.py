@@ -1,7 +1,7 @@
-"""Safetensors files as named numpy views (bf16 through ml_dtypes; no torch); `pieces` writes them.
+"""Reading of safetensors files as numpy views (bf16 through ml_dtypes); `pieces` writes them.
 
-The `safetensors` library validates the header; the bytes are then memory-mapped, so a tensor costs
-nothing until it is used and a checkpoint is never held twice.
+The `safetensors` library validates the header; the data is memory-mapped, so an unused tensor needs
+no memory and a checkpoint is never in memory twice.
 """
 
 import json
@@ -20,7 +20,7 @@ from ffn_heterogeneity.wording import some
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-# From narrow to wide, as the library ranks them.
+# From narrow to wide, in the library's order.
 _DTYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -39,7 +39,7 @@ DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 def open_file(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    """`{name: read-only view}` of one file.
+    """Return `{name: read-only view}` of one file.
 
     Raises:
       CheckpointError: truncated, not safetensors, or a type that numpy cannot hold.
@@ -68,7 +68,7 @@ def open_file(path: str | os.PathLike) -> dict[str, np.ndarray]:
 
 
 def _header(path: Path) -> tuple[dict, int]:
-    """({name: entry}, where the data begins) of a whole file."""
+    """({name: entry}, offset of the data) of a complete file."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header = parse_json(file.read(size).decode(), os.fspath(path), CheckpointError)
@@ -77,7 +77,7 @@ def _header(path: Path) -> tuple[dict, int]:
 
 
 def places(path: str | os.PathLike) -> dict[str, tuple[int, int]]:
-    """{name: (first byte, end)} of the tensors of a whole file."""
+    """Return {name: (first byte, end)} of the tensors of a complete file."""
     header, begin = _header(Path(path))
     return {
         name: (begin + entry["data_offsets"][0], begin + entry["data_offsets"][1])
@@ -91,10 +91,10 @@ def is_there(directory: str | os.PathLike) -> bool:
 
 
 def open_directory(directory: str | os.PathLike) -> dict[str, tuple[np.ndarray, Path]]:
-    """`{name: (view, file)}` of model.safetensors or of the shards its index lists.
+    """Return `{name: (view, file)}` of model.safetensors or of the shards that its index lists.
 
     Raises:
-      CheckpointError: no safetensors; a shard missing; a tensor that index and shards disagree on.
+      CheckpointError: no safetensors; a missing shard; index and shards disagree about a tensor.
     """
     directory = Path(directory)
     index = None if (directory / SINGLE).is_file() else _index(directory)
@@ -121,7 +121,7 @@ def _index(directory: Path) -> dict[str, str]:
         named = isinstance(index, dict) and all(isinstance(file, str) for file in index.values())
         if not (index and named):
             raise CheckpointError(
-                f"{directory / INDEX} is not a shard index: weight_map is due, {{tensor: file}}"
+                f"{directory / INDEX} is not a shard index: expected weight_map, {{tensor: file}}"
             )
         return index
     pickles = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
@@ -135,7 +135,7 @@ def _index(directory: Path) -> dict[str, str]:
 
 
 def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
-    """{file name: its tensors}: one file, or as many as the order of `sizes` fills one by one."""
+    """{file name: its tensors}: one file, or shards filled in the order of `sizes`."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -153,7 +153,7 @@ def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, lis
 
 
 def write_index(directory: Path, sizes: Mapping[str, int], shards: Mapping[str, list[str]]) -> None:
-    """Says which file holds which tensor, where there is more than one."""
+    """Write the index of tensors to files if there are several files."""
     if len(shards) == 1:
         return
     total = {"total_size": sum(sizes.values())}

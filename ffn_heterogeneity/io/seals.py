@@ -1,4 +1,4 @@
-"""Seals of checkpoints: a manifest of every file, written before the folder gets its name."""
+"""Seals of checkpoints: a manifest of all files, written before the folder gets its final name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ffn_heterogeneity.io.files import walk
 from ffn_heterogeneity.io.read import read_json
 
 MANIFEST = "manifest.json"
-# In a bucket, where nothing can be moved, orbax writes these two after the manifest.
+# In a bucket, which cannot move files, orbax writes these two after the manifest.
 LATE = ("_CHECKPOINT_METADATA", atomicity.COMMIT_SUCCESS_FILE)
 
 
 def temporary_path_class(directory: epath.Path) -> type[atomicity.TemporaryPath]:
-    """The one that seals: by a move where the file system can, in place in a bucket."""
+    """Return the class that seals: by a move on a file system, in place in a bucket."""
     moved = issubclass(
         atomicity_defaults.get_default_temporary_path_class(directory),
         atomicity.AtomicRenameTemporaryPath,
@@ -28,7 +28,7 @@ def temporary_path_class(directory: epath.Path) -> type[atomicity.TemporaryPath]
 
 
 def problem(folder: epath.Path) -> str | None:
-    """The fault in the files of a sealed folder, or None."""
+    """Describe the damage in the files of a sealed folder, or return None."""
     try:
         manifest = read_json(folder / MANIFEST)
         sums = {name: (size, checksum) for name, (size, checksum) in manifest.items()}
@@ -52,17 +52,17 @@ def problem(folder: epath.Path) -> str | None:
 class _SealedThenMoved(atomicity.AtomicRenameTemporaryPath):
     """Orbax's temporary directory, with a manifest in it before it gets its final name.
 
-    Orbax writes its last marks and moves in one call: it is made to move to a second temporary
-    name, where the manifest can count those marks too. Only process 0 is called.
+    Orbax writes its last marker files and moves in one call. Here it moves to a second temporary
+    name, where the manifest can include those files. Runs only on process 0.
     """
 
     async def finalize(self) -> None:
         final = self.get_final()
-        if not final.name.isdigit():  # the folder of an item inside a checkpoint
+        if not final.name.isdigit():  # an item's folder inside a checkpoint
             await super().finalize()
             return
         self._final_path = final.parent / f"{final.name}{atomicity.TMP_DIR_SUFFIX}-sealed"
-        if self._final_path.exists():  # of a process that was killed between the two moves
+        if self._final_path.exists():  # left by a process killed between the two moves
             await asyncio.to_thread(self._final_path.rmtree)
         try:
             await super().finalize()
@@ -73,7 +73,7 @@ class _SealedThenMoved(atomicity.AtomicRenameTemporaryPath):
 
 
 class _SealedInPlace(atomicity.CommitFileTemporaryPath):
-    """For buckets: a checkpoint counts once orbax's mark is there, and that comes after ours."""
+    """For buckets: a checkpoint is complete with orbax's marker, which follows the manifest."""
 
     async def finalize(self) -> None:
         if self.get_final().name.isdigit():
@@ -82,7 +82,7 @@ class _SealedInPlace(atomicity.CommitFileTemporaryPath):
 
 
 def _seal(folder: epath.Path, late: Sequence[str] = ()) -> None:
-    """Writes the manifest of all files but those that orbax writes `late`."""
+    """Write the manifest of all files except those that orbax writes `late`."""
     names = {str(path.relative_to(folder)): path for path in walk(folder)}
     sums = {
         name: [path.stat().length, _crc32(path)] for name, path in names.items() if name not in late

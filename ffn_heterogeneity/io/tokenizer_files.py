@@ -1,9 +1,11 @@
-"""A directory's tokenizer: its files checked, tried within bounds, then read by `transformers`; and
-written so that transformers 4 and 5 make of a text what they make with the original.
+"""Reading and writing of a directory's tokenizer with `transformers`, after checks within limits.
 
-A tokenizer.json is a program of a kind: normalisers that multiply, patterns that match for ever.
-First it is read in a process with bounds (`io.child`), and a page of every kind of text encoded by
-it, while this one imports `transformers`. A text may still be made for a tokenizer that passes.
+It is written so that transformers 4 and 5 tokenize texts as with the original.
+
+A tokenizer.json is a kind of program: its normalizers can multiply text, and its patterns can match
+forever. So a child process with limits (`io.child`) first reads it and encodes a sample of all
+kinds of text, while this process imports `transformers`. A text made for the purpose can still
+exceed the limits of a tokenizer that passes.
 """
 
 import json
@@ -17,7 +19,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.read import open_regular, read_object
 from ffn_heterogeneity.wording import first_line
 
-# What the hub is asked for, and what is checked here.
+# Files that are fetched from the hub and checked here.
 FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -27,7 +29,7 @@ FILES = (
     "merges.txt",
     "chat_template*",
 )
-# Gemma's 33 MB take a second and 300 MB.
+# Gemma's file of 33 MB takes one second and 300 MB.
 SECONDS, BYTES, MAX_BYTES = 10.0, 768 << 20, 128 << 20
 _KINDS = {"tokenizer_class": str, "auto_map": (dict, list), "added_tokens_decoder": dict}
 _KINDS |= {"model_input_names": list}
@@ -38,19 +40,20 @@ _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def read_tokenizer(directory: str | os.PathLike) -> Any:
-    """The directory's tokenizer (`transformers.PreTrainedTokenizerFast`); None if it has none.
+    """Read the directory's tokenizer (`transformers.PreTrainedTokenizerFast`); None if it has none.
 
-    `original_config` holds its tokenizer_config.json, for `save_tokenizer`; `makes_types` is False
-    of one whose `model_input_names` have no token types, or that has none of these and transformers
-    5's generic class, which makes no token types by default.
-    tokenizer.json is read by the `tokenizers` library, without torch. A directory with only a
-    SentencePiece or vocabulary file goes through transformers' converters (which import torch).
-    Code that a directory brings along (`auto_map`) is never run, and nobody is asked whether to.
+    Its attribute `original_config` has its tokenizer_config.json, for `save_tokenizer`.
+    `makes_types` is False if its `model_input_names` have no token types, or if they are absent and
+    the class is transformers 5's generic one, which makes no token types by default.
+
+    tokenizer.json is read by the `tokenizers` library, without PyTorch. A directory with only a
+    SentencePiece or vocabulary file goes through transformers' converters (which import PyTorch).
+    Code in the directory (`auto_map`) is never run, without asking.
 
     Raises:
-      CheckpointError: a file that is none, or too large; settings of wrong types; a tokenizer that
-        takes more than `SECONDS` or `BYTES`; transformers cannot read the files, or not without
-        such code.
+      CheckpointError: a file that is not regular, or too large; settings of wrong types; a
+        tokenizer that takes more than `SECONDS` or `BYTES`; files that transformers cannot read, or
+        not without such code.
     """
     directory = Path(directory)
     fast = (directory / "tokenizer.json").is_file()
@@ -86,22 +89,23 @@ def _read(directory: Path, kind: Any, values: dict[str, Any], way: str) -> Any:
 
 
 def save_tokenizer(tokenizer: Any, directory: Path, types: bool) -> None:
-    """Writes the tokenizer with the settings of tokenizer_config.json that it was read with, its
-    class above all: transformers 5 keeps few of them, and 4 cannot read some that it writes.
+    """Write the tokenizer with its original tokenizer_config.json, most importantly its class.
+
+    Transformers 5 keeps few of the settings, and 4 cannot read some of those that 5 writes.
 
     Args:
-      types: whether the model distinguishes the texts of a pair, for a tokenizer of no class.
+      types: whether the model uses token types for pairs, for a tokenizer without a class.
     """
     try:
         tokenizer.save_pretrained(os.fspath(directory))
-    except Exception as error:  # of its library's Rust: a full disk
+    except Exception as error:  # from the library's Rust code, e.g. a full disk
         raise CheckpointError(f"the tokenizer cannot be written: {first_line(error)}") from None
     path = directory / _CONFIG
     if not path.is_file():
         return
     made = {"tokenizer_class": _GENERIC[0], "clean_up_tokenization_spaces": False}  # in memory
     original = getattr(tokenizer, "original_config", made)
-    # Not code, and not what chat_template.jinja holds.
+    # Without code, and without the content of chat_template.jinja.
     kept = {k: v for k, v in original.items() if k not in ("auto_map", "chat_template")}
     values = {k: v for k, v in read_object(path).items() if k != "auto_map"}
     for name in ("backend", "is_local", "local_files_only", "tokenizer_class"):
@@ -126,11 +130,11 @@ def _settings(directory: Path) -> dict[str, Any]:
     """Return the settings in tokenizer_config.json, {} if it does not exist.
 
     Raises:
-      CheckpointError: it, or a file beside it, is too large, malformed, or has a wrong type.
+      CheckpointError: this or another tokenizer file is too large, malformed, or has a wrong type.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted({path for pattern in FILES for path in directory.glob(pattern)}):
-        if path.is_dir():  # a folder of training
+        if path.is_dir():  # a training folder
             continue
         with open_regular(path, CheckpointError) as file:
             if (size := file.seek(0, os.SEEK_END)) > MAX_BYTES:
@@ -148,7 +152,7 @@ def _settings(directory: Path) -> dict[str, Any]:
         groups = [values] if name == "special_tokens_map.json" else []
         named = ("extra_special_tokens", "model_specific_special_tokens")
         groups += [values[key] for key in named if isinstance(values.get(key), dict)]
-        # Each becomes an attribute of the tokenizer: one named chat_template would be the template.
+        # Each becomes an attribute of the tokenizer: chat_template would replace the template.
         for token in (token for group in groups for token in group):
             if not re.fullmatch(r"\w+_tokens?", token):
                 raise CheckpointError(f"{path}: a special token named {token!r:.60}, not *_token")
@@ -156,7 +160,7 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 
 def _try(path: Path) -> str | None:
-    """Describe why a tokenizer.json cannot be read, or used, within the bounds; None if it can."""
+    """Describe why a tokenizer.json cannot be read or used within the limits; None if it can."""
 
     def meanwhile() -> None:
         from transformers import PreTrainedTokenizerFast  # noqa: F401  (seconds, the first time)

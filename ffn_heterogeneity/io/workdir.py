@@ -1,4 +1,4 @@
-"""A work directory belongs to one run: its config, command and versions are written into it."""
+"""Work directories of runs, which record config, command, versions and input fingerprints."""
 
 import contextlib
 import importlib.metadata
@@ -20,8 +20,8 @@ from ffn_heterogeneity.parallel.processes import on_main
 from ffn_heterogeneity.wording import shell_line
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
-# A run may go on elsewhere, or watched, or its sweep with more points: these keys (or groups) say
-# on what it computes, not what.
+# Keys (or groups) that do not change what is computed, so that a run can be resumed on other
+# devices or with logging, and a sweep with more points.
 WHERE_NOT_WHAT = (
     "mesh",
     "profile",
@@ -33,7 +33,7 @@ WHERE_NOT_WHAT = (
     "models",
     "calibrations",
 )
-# Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
+# Outputs that only a run writes: a directory with one of them but no config is left alone.
 OUTPUTS = (
     "checkpoints",
     "checkpoints_frozen",
@@ -43,11 +43,11 @@ OUTPUTS = (
     "model",
     "tokens",
 )
-# Outputs of a training run that are there before its first step.
+# Outputs of a training run that exist before its first step.
 UNSTARTED = ("checkpoints", "checkpoints_frozen", "metrics.jsonl", "tensorboard", "wandb")
-# What `prepare_workdir` writes.
+# Files that `prepare_workdir` writes.
 CLAIM = ("config.json", "inputs.json", "command.txt", "versions.json")
-# Last parts of config keys that name what a run reads.
+# Last parts of config keys that name input files of a run.
 INPUTS = (
     "model",
     "rewind",
@@ -68,25 +68,24 @@ _ABSENT = "<absent>"
 
 
 class WorkdirError(ValueError):
-    """The work directory holds another run; the message names what differs and the way out."""
+    """The work directory holds another run; the message names the difference and a solution."""
 
 
 @contextlib.contextmanager
 def working_in(
     workdir: str | os.PathLike, config: Mapping[str, Any], *, alone: bool = True
 ) -> Iterator[None]:
-    """Claims `workdir` (`prepare_workdir`) for what runs inside: a script, or a point of a sweep.
+    """Claim `workdir` (`prepare_workdir`) for the block: a script, or a point of a sweep.
 
-    A run that fails before its first step, or before it wrote anything, gives the directory back,
-    as it was, so that the mended command may use it. Of several processes that are one run, the
-    main one does all this.
+    If a run fails before its first step or before it writes anything, the directory is restored, so
+    that the corrected command can use it. With several processes only the main one does all this.
 
     Args:
-      alone: refuse a directory in which another process of this machine works now (two would write
-        over each other); False: for a directory whose runs each have one of their own.
+      alone: raise an error if another process of this machine works in the directory (they would
+        overwrite each other's files); False for a directory whose runs have separate directories.
 
     Raises:
-      WorkdirError: as `prepare_workdir`, and where another process works there.
+      WorkdirError: as `prepare_workdir`, or another process works there.
       ImportError: a bucket whose package is missing.
     """
     check_opens(workdir)
@@ -105,20 +104,20 @@ def working_in(
             given_back = False
             with contextlib.suppress(OSError):  # before is None: resumed, or not the main process
                 given_back = before is not None and release_workdir(workdir, before)
-            # A launcher and its run claim the same directory: what the run said is enough, or,
-            # where nothing is left to go on from, too much.
+            # A launcher and its run claim the same directory: the run's note is enough, and is
+            # removed if nothing is left to resume.
             if given_back:
                 vars(error).pop("__notes__", None)
             elif isinstance(error, (OSError, CheckpointError)) and not hasattr(error, "__notes__"):
-                error.add_note(f"to go on: {resume_command(workdir)}")
+                error.add_note(f"to resume: {resume_command(workdir)}")
             raise
 
 
 @contextlib.contextmanager
 def _locked(workdir: str | os.PathLike) -> Iterator[None]:
-    """The kernel's lock on a local directory, gone with this process however it ends.
+    """Hold the kernel's lock on a local directory; it is released when this process ends.
 
-    A process that this one forked and that outlives it does not keep the lock.
+    A forked process that outlives this one does not keep the lock.
     """
     path = epath.Path(workdir)
     if not os.fspath(workdir) or is_bucket(path):
@@ -129,7 +128,7 @@ def _locked(workdir: str | os.PathLike) -> Iterator[None]:
     held = [handle]
     os.register_at_fork(after_in_child=lambda: held and os.close(held.pop()))
     try:
-        if lock(handle) is False:  # where there are no locks nobody is kept out
+        if lock(handle) is False:  # None: no locks here, so no check
             raise WorkdirError(
                 f"another process is at work in {path}: wait for it, stop it, or use another "
                 "--workdir"
@@ -141,7 +140,7 @@ def _locked(workdir: str | os.PathLike) -> Iterator[None]:
 
 
 def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bool:
-    """Claims `workdir` for the run that `config` describes; whether it held this very run already.
+    """Claim `workdir` for the run that `config` describes; return whether it already held this run.
 
     Writes `config.json`, `inputs.json` (fingerprints of the files that the config names),
     `command.txt` (one line per different command) and `versions.json`.
@@ -151,8 +150,8 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
       config: nested dict of plain values (`ConfigDict.to_dict()`).
 
     Raises:
-      WorkdirError: it holds another run (the differing keys are named), one of files that have
-        changed since, or outputs without a config.
+      WorkdirError: it holds another run (the message names the differing keys), a run whose input
+        files have changed since, or outputs without a config.
     """
     if not os.fspath(workdir):
         raise WorkdirError("no work directory given: add --workdir=<directory>")
@@ -192,40 +191,40 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
 
 
 def finished(workdir: str | os.PathLike) -> dict[str, Any] | None:
-    """The results of the run that `workdir` holds; None: it is not complete.
+    """Return the results of the run in `workdir`; None if it is not complete.
 
     Raises:
-      WorkdirError: there is a results.json, and no results in it.
+      WorkdirError: results.json exists but has no results.
     """
     path = epath.Path(workdir) / "results.json"
     return _own(path) if path.exists() else None
 
 
 def _own(path: epath.Path) -> dict[str, Any]:
-    """An object that a run wrote."""
+    """Read a JSON object that a run wrote."""
     try:
         found = read_object(path)
     except (OSError, ValueError) as error:
         raise WorkdirError(f"{error}: put the file back, or use another --workdir") from None
     if not found and path.name == "results.json":
-        raise WorkdirError(f"{path} is empty: remove it, and the run goes on")
+        raise WorkdirError(f"{path} is empty: remove it, then the run continues")
     return found
 
 
 def release_workdir(workdir: str | os.PathLike, before: Collection[str] = ()) -> bool:
-    """Gives back a directory whose run failed before its first step: the next may have it.
+    """Clear a directory whose run failed before its first step, so that another run can use it.
 
     Args:
-      before: names of what was there before the run: not its work.
+      before: names of the entries that existed before the run and are kept.
 
     Returns:
-      Whether it did.
+      Whether it was cleared.
     """
     path = epath.Path(workdir)
-    if not (path / "config.json").exists():  # not the directory that was claimed: a lost mount
+    if not (path / "config.json").exists():  # not the claimed directory: a lost mount
         return False
     found = [child for child in _children(workdir) if child.name not in before]
-    # Folders are those of stages or seeds that are done; other files are the user's.
+    # Remaining folders are finished stages or seeds; other files are the user's.
     if any((child.is_dir() or child.name in OUTPUTS) and _has_step(child) for child in found):
         return False
     for child in found:
@@ -244,7 +243,7 @@ def _children(workdir: str | os.PathLike) -> list[epath.Path]:
 
 
 def _has_step(path: epath.Path) -> bool:
-    """Whether an output holds more than what is there before the first step."""
+    """True if an output contains more than what exists before the first step."""
     if path.name == "checkpoints":
         return any(child.name.isdigit() for child in path.iterdir())
     if path.name == "metrics.jsonl":
@@ -253,9 +252,9 @@ def _has_step(path: epath.Path) -> bool:
 
 
 def resume_command(workdir: str | os.PathLike) -> str:
-    """The command that continues the run in `workdir`, one line to paste into a shell.
+    """Return the command that resumes the run in `workdir`, one line to paste into a shell.
 
-    It names the work directory even where this process was started without one.
+    It names the work directory even if this process was started without one.
     """
     command = [sys.executable or "python", *sys.argv]
     if not any(part.lstrip("-").split("=")[0] == "workdir" for part in sys.argv[1:]):
@@ -264,21 +263,21 @@ def resume_command(workdir: str | os.PathLike) -> str:
 
 
 def what_is_computed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value, without the keys that say where: two runs with the same are the same."""
+    """Return {dotted key: value} of the settings that identify a run, without devices etc."""
     flat = flatten_config(plain(config))
     return {k: v for k, v in flat.items() if not set(k.split(".")) & set(WHERE_NOT_WHAT)}
 
 
 def inputs_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Config key -> fingerprint of the local file or directory that it names.
+    """Return {config key: fingerprint} of the local files and directories that the config names.
 
-    Not of a directory of checkpoints: it grows while its run goes on.
+    Directories of checkpoints are omitted, because they grow while their run continues.
     """
     found = {}
     for key, value in flatten_config(config).items():
         if key.split(".")[-1] not in INPUTS or not isinstance(value, str) or not value:
             continue
-        # Where prepare_data.py worked, the shards alone: it keeps its commands there as well.
+        # In a directory of prepare_data.py only the shards: it also stores its commands there.
         value = f"{value}/tokens" if os.path.isdir(f"{value}/tokens") else value
         if os.path.isfile(value) or (os.path.isdir(value) and not _series(value)):
             found[key] = fingerprint(value)

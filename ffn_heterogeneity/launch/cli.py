@@ -1,4 +1,4 @@
-"""The launchers' common parts: flags, help, the work directory, one line for an error."""
+"""Common parts of the launchers: flags, help, the work directory, one-line errors."""
 
 import contextlib
 import datetime
@@ -26,9 +26,9 @@ from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.wording import check_known, naming, nearest, unknown
 
-# What a user can cause and mend; anything else keeps its traceback.
+# Errors that a user can cause and fix; all others show a traceback.
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
-# What the core does without, and the extra that brings it.
+# Optional packages and the extras that install them.
 EXTRAS = {
     "grain": "train",
     "tensorboardX": "train",
@@ -48,16 +48,16 @@ def launch(
     processes: bool = False,
     alone: bool = True,
 ) -> None:
-    """Parses --config, --config.<key>=<value> and --workdir, claims the directory, calls `run`.
+    """Parse --config, --config.<key>=<value> and --workdir, claim the directory and call `run`.
 
-    An error that a user can mend ends the program with one line and exit code 2.
+    An error that a user can fix ends the program with one line and exit code 2.
 
     Args:
-      run: (config, work directory) -> anything; writes `<workdir>/results.json` itself.
-      name: of the script, for the default work directory.
+      run: (config, work directory) -> anything; it must write `<workdir>/results.json`.
+      name: the script's name, for the default work directory.
       default_config: name of one of our configs, with its argument if any.
-      positional: the config key that an argument without dashes stands for.
-      processes: `run` can be one of several processes: adds the flag --distributed.
+      positional: the config key that is set by an argument without dashes.
+      processes: whether `run` may be one of several processes; adds the flag --distributed.
       alone: as in `working_in`.
     """
     workdir_flag = flags.DEFINE_string(
@@ -95,7 +95,7 @@ def _new_workdir(name: str) -> str:
     """Name a work directory by the time, and add it to the command line that resumes the run.
 
     Raises:
-      UsageError: of several processes each would name another one.
+      UsageError: several processes, each of which would choose another name.
     """
     if jax.process_count() > 1:
         raise UsageError("several processes need one --workdir, the same for all of them")
@@ -105,10 +105,10 @@ def _new_workdir(name: str) -> str:
 
 
 def prepare(argv: Sequence[str], default: str, values: flags.FlagValues = flags.FLAGS) -> tuple:
-    """(the arguments that flags parse, the flag of the config that they override).
+    """Return (the arguments for absl's parser, the flag of the config that they override).
 
     Raises:
-      UsageError: no such config file or key, or one of another command; and as `load_config`.
+      UsageError: no such config file or key, or a config of another command; and as `load_config`.
     """
     argv, spec = config_first([*map(at_home, argv)], default)
     for i in reversed(range(1, len(argv))):  # --config.key None, as --config.key=None
@@ -131,26 +131,26 @@ def launch_flags(
     positional: Callable[[str], None] | None = None,
     many: bool = False,
 ) -> None:
-    """Parses the flags that the script defined with absl and calls `main()`; errors as `launch`.
+    """Parse the flags that the script defined with absl and call `main()`; errors as `launch`.
 
     Args:
       argv: default: `sys.argv`.
-      positional: takes the argument without dashes, where the script has one.
-      many: there may be several of those; each is given to `positional`.
+      positional: called with the argument without dashes, if the script takes one.
+      many: allow several such arguments; `positional` is called with each.
     """
     distributed.give_fake_devices_threads()
     argv = [*map(at_home, sys.argv if argv is None else argv)]
     flags.FLAGS.set_gnu_getopt(True)  # flags after an argument without dashes are flags too
     flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.")
     compiled = flags.DEFINE_bool(
-        "compilation_cache", True, "Compiled programs are kept in the user's cache directory."
+        "compilation_cache", True, "Save compiled programs in the user's cache directory."
     )
     if set(HELP_FLAGS) & set(argv):
         show_help()
     take, limit = (positional, len(argv) if many else 1) if positional else (str, 0)
 
     def guarded(rest: Sequence[str]) -> None:
-        # Libraries tell of accelerators and engines that are not there; errors are ours to print.
+        # Libraries log missing accelerators and engines; errors are printed by this program.
         logging.set_verbosity(logging.WARNING)
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         keep_compiled(compiled.value)
@@ -174,7 +174,7 @@ def _without_dashes(values: Sequence[str], limit: int) -> Sequence[str]:
 
 
 def add_stage_keys(argv: Sequence[str], config: ConfigDict) -> None:
-    """Gives a job's stages the keys of the files they start from that the command line sets."""
+    """Add to a job's stages the keys of their base configs that the command line sets."""
     bases = {}
     for key in dict.fromkeys(keys_not_there(argv, config)):
         stage, *path = key.split(".")
@@ -189,7 +189,7 @@ def add_stage_keys(argv: Sequence[str], config: ConfigDict) -> None:
         for name in groups:
             base = base.get(name) if isinstance(base, ConfigDict) else None
         if not isinstance(base, ConfigDict) or isinstance(base.get(last, base), ConfigDict):
-            continue  # it is not there either, or a group
+            continue  # the base has no such key, or it is a group
         with config.unlocked():
             for name in groups:
                 if name not in inside:
@@ -206,10 +206,10 @@ def keys_not_there(argv: Sequence[str], config: ConfigDict) -> list[str]:
 
 
 def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
-    """Refuses a --config.<key> that the config does not have.
+    """Check that the config has every --config.<key> of the command line.
 
     Raises:
-      UsageError: names the nearest key, and all of them.
+      UsageError: an unknown key; the message names the nearest key, and all keys.
     """
     names = flatten_config(config.to_dict())
     for key in keys_not_there(argv, config):
@@ -220,14 +220,14 @@ def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
 
 
 def at_home(argument: str) -> str:
-    """An argument with the home for `~/` where its value begins: shells leave it behind "="."""
+    """Expand `~/` at the start of an argument's value; shells do not expand it after "="."""
     return re.sub(r"^(-[^=]*=)?~(?=/)", lambda found: (found[1] or "") + str(Path.home()), argument)
 
 
 def may_be_none(config: ConfigDict, key: str) -> bool:
-    """True of a key that the config declares with `placeholder` (or a `FieldReference` of its own).
+    """True for a key declared with `placeholder` (or a `FieldReference` that no other key uses).
 
-    What several keys share is a value that they take from each other (`get_ref`), no placeholder.
+    A reference shared by several keys comes from `get_ref` and is not a placeholder.
     """
     fields = flatten_config(config.to_dict(preserve_field_references=True))
     mine = fields.get(key)
@@ -235,9 +235,9 @@ def may_be_none(config: ConfigDict, key: str) -> bool:
 
 
 def set_nones(argv: Sequence[str], config: ConfigDict) -> list[str]:
-    """Sets the keys of `--config.<key>=None` that `may_be_none`; returns the other arguments.
+    """Set the keys of `--config.<key>=None` that `may_be_none`; return the other arguments.
 
-    Flags of numbers cannot parse None, and those of strings take it for text.
+    Number flags cannot parse None, and string flags would read it as text.
     """
     pattern = r"^--?config\.([^=]+)=(.*)"
     pairs = [(re.findall(pattern, one, re.S) or [("", "")])[0] for one in argv]
@@ -260,7 +260,7 @@ def _parse_flags(argv: Sequence[str]) -> list[str]:
 
 
 def way_out(typed: str) -> str:
-    """The correction of an argument that is neither a flag nor the value of one."""
+    """Suggest a correction of an argument that is neither a flag nor a flag's value."""
     if configs.find_config(typed):
         return f"write --config={typed}"
     config = flags.FLAGS["config"].value.to_dict() if "config" in flags.FLAGS else {}
@@ -274,14 +274,14 @@ def way_out(typed: str) -> str:
 
 
 def _own_flags() -> list[flags.Flag]:
-    """The flags that the script and this file define."""
+    """Flags that the script and this file define."""
     by_module = flags.FLAGS.flags_by_module_dict()
     return [flag for name in (__name__, sys.argv[0]) for flag in by_module.get(name, ())]
 
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Ends the program with one line and exit code 2 where the block raises a user's error."""
+    """End the program with one line and exit code 2 if the block raises a user's error."""
     try:
         yield
     except (*USER_ERRORS, flags.Error) as error:
@@ -293,7 +293,7 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message; with its type where that is no user's error, or says too little alone."""
+    """Return an error's message in one line, with its type if it is not a user's error or vague."""
     text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         text += f": pip install 'ffn-heterogeneity[{EXTRAS[error.name]}]'"
@@ -303,7 +303,7 @@ def one_line(error: BaseException) -> str:
 
 
 def show_help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
-    """Prints what launch/help.py writes, and ends the process."""
+    """Print the help text (launch/help.py) and end the process."""
     with reader_may_leave():
         print(help_text(sys.modules["__main__"].__doc__ or "", _own_flags(), config, spec))
     sys.exit(0)
@@ -311,7 +311,7 @@ def show_help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
 
 @contextlib.contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """A context that ends quietly once the pipe it prints to is closed (`--help | head`)."""
+    """End the process quietly if the pipe that it prints to is closed (`--help | head`)."""
     try:
         yield
         sys.stdout.flush()
@@ -320,13 +320,13 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def set_keys(config: ConfigDict, settings: Mapping[str, Any], owner: str, source: str) -> None:
-    """Sets dotted keys of a config in place.
+    """Set dotted keys of a config in place.
 
     Args:
-      owner, source: whose settings they are and whose keys, for the error.
+      owner, source: names of the settings' origin and of the config, for the error.
 
     Raises:
-      ValueError: a key that is not there (the nearest is named), or a value of another type.
+      ValueError: an unknown key (the message names the nearest), or a value of another type.
     """
     with naming(f"{owner}, {source}"):
         check_known(settings, flatten_config(config.to_dict()), "key")

@@ -1,4 +1,4 @@
-"""The commands by name: each runs a script's config, a stage of a run, a point of a sweep."""
+"""Commands, by name: each runs a script's config, a stage of a run or a point of a sweep."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,15 +18,16 @@ from ffn_heterogeneity.wording import check_choice
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A function of a config, and what refuses the config before anything is loaded.
+    """A function that runs a config, and checks of the config that load no model.
 
     Attributes:
-      check: of the config's values alone.
-      examine: of what it names as well, without reading any weights.
-      run: (config, directory, what the process's runs share) -> what it wrote to results.json.
-      script: that runs one such config by itself; "": none, so it is no stage either.
-      makes_model: a stage maps a model to a model, at `<directory>/model`; False: to itself.
-      together: all processes of a run take part, not the main one alone.
+      check: checks only the config's values.
+      examine: also checks the files that it names, without reading weights.
+      run: (config, directory, state shared by the process's runs) -> content of results.json.
+      script: name of the script for one such config; "": none, and it cannot be a stage.
+      makes_model: whether a stage writes a new model to `<directory>/model`, or passes its input
+        on.
+      together: whether all processes of a run take part, or only the main one.
     """
 
     check: Callable[[ConfigDict], Any]
@@ -39,7 +40,7 @@ class Command:
     )
 
     def __call__(self, config: ConfigDict, workdir: epath.Path, shared: Shared | None) -> Any:
-        """`run`, with products made as the config's `compute_dtype` wants them."""
+        """Call `run` with the matmul precision that the config's `compute_dtype` needs."""
         with products(config.get("compute_dtype", "float32")):
             return self.run(config, workdir, shared)
 

@@ -1,4 +1,4 @@
-"""Compiled programs that outlive their process: JAX's persistent cache, in the user's own cache."""
+"""JAX's persistent compilation cache, in the user's cache directory."""
 
 import contextlib
 import hashlib
@@ -10,19 +10,19 @@ from pathlib import Path
 
 from ffn_heterogeneity.io.files import user_cache
 
-# A program that compiles faster is not worth a file; after a month an entry is made anew.
+# Programs that compile faster are not saved; entries older than a month are deleted.
 SECONDS, DAYS = 0.5, 30
 
 
 def keep_compiled(wanted: bool = True) -> None:
-    """Has programs compiled here found by later processes of the same user, and theirs by this one.
+    """Share compiled programs between processes of the same user.
 
-    Silently does nothing where there is no directory to keep them in. What the user's environment
-    tells JAX (JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE, ...) comes first. Call it
-    before the first computation.
+    Does nothing if no cache directory is available. Settings in the user's environment
+    (JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE, ...) take priority. Call it before the
+    first computation.
 
     Args:
-      wanted: False: neither reads nor writes any cache.
+      wanted: False: neither read nor write any cache.
     """
     import jax
 
@@ -33,8 +33,8 @@ def keep_compiled(wanted: bool = True) -> None:
     directory = cache_directory()
     if directory is None:
         return
-    # An entry that another process is just writing, or was killed writing, is compiled once more;
-    # so is one for devices that are not here (a dry run's), which cannot be loaded.
+    # An incomplete entry (another process writes it, or was killed) is compiled again, and so is an
+    # entry for devices that are not available here (from a dry run), which cannot be loaded.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
@@ -42,10 +42,10 @@ def keep_compiled(wanted: bool = True) -> None:
 
 
 def cache_directory(name: str = "xla") -> Path | None:
-    """`<user's cache>/ffn_heterogeneity/<name>/<kind of CPU>`, made where it is missing.
+    """Return `<user's cache>/ffn_heterogeneity/<name>/<kind of CPU>`, created if missing.
 
-    None where it cannot be made or written, and where others could write to it: what JAX reads
-    from there is run.
+    None if it cannot be created or written, or if other users could write to it, because JAX runs
+    what it reads from there.
     """
     base = user_cache()
     if base is None:
@@ -62,8 +62,10 @@ def cache_directory(name: str = "xla") -> Path | None:
 
 
 def _cpu() -> str:
-    """A name for what machine code depends on: XLA compiles for the CPU it finds, features and
-    cores, and JAX does not promise that its keys tell them apart (homes may be shared)."""
+    """Name of the properties that machine code depends on: the CPU's features and cores.
+
+    JAX does not promise that its cache keys include them, and machines may share a home directory.
+    """
     known = [platform.machine(), os.cpu_count()]
     info = Path("/proc/cpuinfo")
     if info.exists():

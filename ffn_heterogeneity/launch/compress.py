@@ -1,4 +1,4 @@
-"""`scripts/compress.py`: a model in, another model and the report of what was done out."""
+"""`scripts/compress.py`: apply a surgery to a model; write the new model and a report."""
 
 import sys
 from collections.abc import Callable
@@ -34,11 +34,13 @@ DTYPES = ("as_read", "float32", "bfloat16", "float16")
 
 
 def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | None = None) -> dict:
-    """Loads, operates, writes (structure kept); returns what `results.json` holds.
+    """Load a model, apply the surgery, write the result; return the content of `results.json`.
+
+    Masks and adapters are saved as structure.
 
     Args:
-      score: model -> perplexity, tokens ... (`evaluate.run.score`): of the model as it comes and of
-        the one written, read back; None: not measured.
+      score: model -> perplexity, tokens ... (`evaluate.run.score`), applied to the original model
+        and to the written one after reading it back; None: not measured.
 
     Raises:
       ValueError, CheckpointError: a config value or a file is wrong; the message names it.
@@ -85,14 +87,14 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
 
 
 def keep_own_text(workdir: epath.Path, results: dict) -> None:
-    """Takes what the model wrote for its calibration out of a surgery's report, to a file."""
+    """Move the self-generated calibration text from a surgery's report to a file."""
     if rows := results.pop("own_rows", None):
         with atomic_path(workdir / OWN_TEXT) as temporary:
             write_rows(temporary, rows)
 
 
 def describe(name: str, results: dict) -> str:
-    """One line of what was done."""
+    """One-line description of the surgery."""
     if "k" in results:
         indices = ", ".join(map(str, results["indices"][:3])) + (", .." if results["k"] > 3 else "")
         return f"{results['attack']} {results['k']} of layer {results['layer']} ({indices})"
@@ -103,15 +105,15 @@ def describe(name: str, results: dict) -> str:
         what = f"removed {sum(map(len, results['removed'])):,} neurons by {results['criterion']}"
     return (
         f"{what}: {results['parameters_before']:,} -> {results['parameters_after']:,} parameters "
-        f"({results['parameters_removed_percent']:.1f}% gone)"
+        f"({results['parameters_removed_percent']:.1f}% removed)"
     )
 
 
 def check_config(config: ConfigDict) -> tuple[Surgery, Any]:
-    """The surgery that `config.surgery` names (by default the removal of neurons), its settings.
+    """Return the surgery that `config.surgery` names (default: neuron removal) and its settings.
 
     Raises:
-      ValueError: a setting is unusable; the message names it.
+      ValueError: an invalid setting; the message names it.
     """
     if not config.model:
         raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
@@ -125,5 +127,5 @@ def check_config(config: ConfigDict) -> tuple[Surgery, Any]:
     if config.get("streaming"):
         check_streamed(settings)
         if str(config.model).endswith(".gguf"):
-            model_directory(config.model)  # says what to do
+            model_directory(config.model)  # its error suggests a solution
     return SURGERIES[name], settings

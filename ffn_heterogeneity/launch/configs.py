@@ -1,4 +1,4 @@
-"""Config files: find them, load them, list them, and the command that runs each."""
+"""Config files: finding, loading and listing them, and the command that runs each."""
 
 import contextlib
 import inspect
@@ -13,8 +13,8 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.wording import first_line, nearest
 
-# The commands that run a config, its own first, by the first of these keys that it has; `sweep`
-# runs every config with SWEEPS.
+# The commands that run a config (the main one first), by the first of these keys that it has;
+# `sweep` runs every config with SWEEPS.
 RUN_BY = {"stages": "train", "losses": "train evaluate", "save_model": "sweep compress"}
 RUN_BY |= {"export": "compress", "shard_mb": "prepare_data", "repetitions": "benchmark"}
 RUN_BY |= {"analysis": "analyze evaluate", "evaluation": "evaluate analyze", "window": "evaluate"}
@@ -25,16 +25,16 @@ class UsageError(ValueError):
 
 
 def home() -> Path:
-    """The directory of `configs/` and `scripts/`: in an installed package, or its repository."""
+    """Directory of `configs/` and `scripts/`: in the installed package, or the repository."""
     package = Path(__file__).resolve().parents[1]
     bundled = package / "_bundled"
     return bundled if bundled.is_dir() else package.parent
 
 
 def config_first(argv: Sequence[str], default: str) -> tuple[list[str], str]:
-    """(argv with --config=<spec> before its overrides, the spec); the order does not matter.
+    """Return (argv with --config=<spec> before its overrides, the spec), whatever their order.
 
-    The spec's file is found by `find_config`.
+    `find_config` finds the spec's file.
     """
     spec, rest, waiting = default, [], iter(argv[1:])
     for argument in waiting:
@@ -56,8 +56,8 @@ def ours() -> dict[str, Path]:
 def find_config(spec: str) -> str:
     """Return the spec with the path of its file; "" if there is no such file.
 
-    A name ("prune") is always a config of ours: a file of the working directory is run only if its
-    path is typed ("mine.py", "configs/prune.py"), and then comes before ours.
+    A plain name ("prune") always means one of our configs. A file of the working directory is used
+    only if its path is given ("mine.py", "configs/prune.py"); it then takes priority over ours.
     """
     name, colon, argument = spec.partition(":")
     own = [home() / "configs" / f"{name}.py"]
@@ -66,13 +66,13 @@ def find_config(spec: str) -> str:
 
 
 def shown(spec: str) -> str:
-    """A spec as a user types it: a config of ours by its name."""
+    """A spec as users type it: our configs by their names."""
     ours = f"{home()}/configs/"
     return spec.replace(".py", "", 1).removeprefix(ours) if spec.startswith(ours) else spec
 
 
 def commands_of(config: ConfigDict) -> list[str]:
-    """The commands that run such a config, its own first; [] if no key of `RUN_BY` decides."""
+    """Commands that run such a config, the main one first; [] if it has no key of `RUN_BY`."""
     return next((names for key, names in RUN_BY.items() if key in config), "").split()
 
 
@@ -89,8 +89,11 @@ def check_command(command: str, config: ConfigDict, spec: str) -> None:
 
 
 def as_typed(text: str) -> str:
-    """Text that shows commands as `python scripts/<name>.py`, in the words of who typed this one:
-    `ffnh <name>` or `python -m ffn_heterogeneity <name>`, and names of configs for their files."""
+    """Rewrite commands in a text to the form in which this process was started.
+
+    `python scripts/<name>.py` becomes `ffnh <name>` or `python -m ffn_heterogeneity <name>`, and
+    config files become the names of configs.
+    """
     before = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
     if not before or before[-1].replace("-", "_") != Path(sys.argv[0]).stem:
         return text
@@ -111,11 +114,11 @@ def listing() -> str:
 
 
 def load_config(spec: str) -> ConfigDict:
-    """The config that `get_config` of "file.py" or "file.py:argument" returns.
+    """Load the config that `get_config` of "file.py" or "file.py:argument" returns.
 
     Raises:
-      UsageError: no such file, no such function, an argument it does not take.
-      ValueError: what `get_config` says about its argument.
+      UsageError: no such file, no such function, an argument that it does not take.
+      ValueError: from `get_config`, about its argument.
     """
     name, colon, argument = (find_config(spec) or spec).partition(":")
     if not find_config(spec):
@@ -125,7 +128,7 @@ def load_config(spec: str) -> ConfigDict:
         way = f"{hint} Known: {', '.join(known)}; `ffnh configs` describes ours"
         raise UsageError(f"config file {name!r} does not exist{way}")
     if str(home()) not in sys.path:  # config files import configs.parts
-        sys.path.append(str(home()))  # last: nothing in it stands in for an installed module
+        sys.path.append(str(home()))  # last, so that it shadows no installed module
     with _line_of(name):
         get_config = runpy.run_path(name).get("get_config")
     if get_config is None:
@@ -138,10 +141,10 @@ def load_config(spec: str) -> ConfigDict:
 
 @contextlib.contextmanager
 def _line_of(name: str) -> Iterator[None]:
-    """Says where in a config file the block's error is; its own words to a user pass as they are.
+    """Add the line of a config file to the block's error; users' errors pass unchanged.
 
     Raises:
-      UsageError: what is no error of a user's, with the file and the line.
+      UsageError: for any other error, with the file and the line.
     """
     try:
         yield

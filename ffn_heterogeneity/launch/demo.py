@@ -48,7 +48,7 @@ REMOVALS: dict[str, dict[str, Any]] = {
 
 
 def python_manual() -> tuple[str, str]:
-    """(train, held-out): the language reference that every CPython ships, every 8th topic apart."""
+    """(train, held-out) text: CPython's language reference, with every 8th topic held out."""
     from pydoc_data.topics import topics
 
     parts: tuple[list[str], list[str]] = ([], [])
@@ -66,7 +66,7 @@ def run(workdir: epath.Path, models: str | None, steps: int, fresh: bool = False
       fresh: removes an earlier demo's pieces first.
 
     Raises:
-      WorkdirError: the directory holds something else, or a demo of other settings.
+      WorkdirError: the directory holds something else, or a demo with other settings.
     """
     settings = {"demo": True, "steps": steps, "window": WINDOW, "windows": WINDOWS, "ratio": RATIO}
     claimed = workdir / "config.json"
@@ -160,7 +160,7 @@ def demo_config(config: ConfigDict, workdir: epath.Path, steps: int) -> ConfigDi
 
 
 def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
-    """report.md, figures, and the tables on the terminal."""
+    """Write report.md and figures, and print the tables."""
     before, removal = results["before"], results["removal"]
     perplexities = with_none(before, removal)
     title = f"perplexity without {RATIO:.0%} of the FFN neurons (log scale)"

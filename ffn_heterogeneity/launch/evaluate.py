@@ -1,4 +1,4 @@
-"""`scripts/evaluate.py`: a measurement by name, or the validation of a training's config."""
+"""`scripts/evaluate.py`: a named measurement, or the validation of a training config."""
 
 from typing import Any
 
@@ -9,20 +9,20 @@ from ffn_heterogeneity.evaluate import run as evaluation
 
 
 def run(config: ConfigDict, workdir: epath.Path) -> dict:
-    """Measures as `config` says; of a training's config, what its validation prints.
+    """Run the measurement of `config`, or the validation of a training config.
 
     Raises:
-      ValueError: a setting or a file is unusable; the message names it.
+      ValueError: an invalid setting or file; the message names it.
     """
     if "losses" not in config:
         return evaluation.run(config, workdir)
-    from ffn_heterogeneity.launch.train import validate  # evaluations start without the trainer
+    from ffn_heterogeneity.launch.train import validate  # other evaluations need no trainer
 
     return validate(config, workdir)
 
 
 def check(config: ConfigDict) -> Any:
-    """Refuses what is cheap to refuse, before a model is loaded; errors as `run`."""
+    """Validate the config without loading a model; errors as `run`."""
     if "losses" not in config:
         return evaluation.check_config(config)
     from ffn_heterogeneity.train.settings import read

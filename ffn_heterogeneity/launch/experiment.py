@@ -1,4 +1,4 @@
-"""`scripts/train.py`: one run, one for each of several seeds, or a run of stages."""
+"""`scripts/train.py`: one run, one run per seed, or a run of stages."""
 
 import copy
 import os
@@ -21,7 +21,7 @@ from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.wording import check_choice, naming
 
-# Keys of a stage that are not its config's: which kind it is, and the file its config comes from.
+# Keys of a stage that are not part of its config: its kind, and the file of its base config.
 OWN_KEYS = ("kind", "base")
 
 
@@ -31,21 +31,21 @@ def run(
     shared: Shared | None = None,
     kind: str = "train",
 ) -> dict:
-    """Runs `config` as what it is; returns what `<workdir>/results.json` holds.
+    """Run `config` according to its kind; return the content of `<workdir>/results.json`.
 
-    - with a tuple `stages` (of names of groups in the config): `run_stages`;
+    - with a tuple `stages` (names of groups in the config): `run_stages`;
     - with a tuple `seeds`: once per seed, in `<workdir>/seed_<seed>`, then the mean over seeds of
       every final number with a 95% interval (Student's t);
     - otherwise the command `kind`.
 
     Args:
-      shared: what this run has in common with others of this process; runs over seeds share their
-        compiled programs in any case.
+      shared: state shared with other runs of this process; runs over seeds always share their
+        compiled programs.
       kind: a key of `COMMANDS`.
 
     Raises:
-      ValueError: what is wrong, in one line.
-      SystemExit: a signal stopped it, after the state was saved; the same command goes on.
+      ValueError: an invalid setting or file; the message is one line.
+      SystemExit: a signal stopped it after the state was saved; the same command resumes.
     """
     workdir = epath.Path(workdir)
     if config.get("dry_run"):
@@ -56,7 +56,7 @@ def run(
     if not seeds:
         return _single(config, workdir, shared, kind)
     if len(set(seeds)) < len(seeds) or not all(type(seed) is int for seed in seeds):
-        raise ValueError(f"seeds={seeds}: different integers, e.g. (0, 1, 2)")
+        raise ValueError(f"seeds={seeds}: expected different integers, e.g. (0, 1, 2)")
     results = {}
     for seed in seeds:
         say(f"seed {seed}")
@@ -71,10 +71,10 @@ def run(
 
 
 def check(config: ConfigDict, kind: str = "train") -> None:
-    """Refuses what is cheap to refuse, before anything is loaded.
+    """Validate the config without loading anything.
 
     Raises:
-      ValueError: names the key, its value and what it may be.
+      ValueError: the message names the key, its value and the allowed values.
     """
     if "stages" in config:
         make_stages(config)
@@ -83,7 +83,7 @@ def check(config: ConfigDict, kind: str = "train") -> None:
 
 
 def examine(config: ConfigDict, kind: str = "train") -> None:
-    """Refuses what a run would before it compiles: it opens what the config names, no weights.
+    """Check everything that a run checks before compiling, including files, but not the weights.
 
     Raises:
       ValueError, OSError: as the run.
@@ -98,7 +98,7 @@ def _single(config: ConfigDict, workdir: epath.Path, shared: Shared, kind: str) 
         return COMMANDS[kind](config, workdir, shared)
     stages = make_stages(config)
     if not finished(workdir):
-        for stage in stages:  # the last one may begin in hours
+        for stage in stages:  # checked now, because the last stage may start hours later
             if stage.kind == "train":
                 check_early(read(stage.config))
     results = run_stages(stages, config.model, workdir)
@@ -107,7 +107,7 @@ def _single(config: ConfigDict, workdir: epath.Path, shared: Shared, kind: str) 
 
 
 def _plan(stages: list[Stage], model: str, devices: str, workdir: epath.Path) -> dict:
-    """Of every stage that trains, on the model as it comes (surgery makes it smaller)."""
+    """Plan every training stage on the original model (a surgery would make it smaller)."""
     plans = {}
     for stage in stages:
         if stage.kind == "train":
@@ -118,14 +118,15 @@ def _plan(stages: list[Stage], model: str, devices: str, workdir: epath.Path) ->
 
 
 def make_stages(config: ConfigDict) -> list[Stage]:
-    """The stages that `config.stages` names, in order.
+    """Build the stages that `config.stages` names, in order.
 
-    A stage is a group of the config: its `kind`, `base` (the config file its settings come from,
-    as on a command line: "nucl_finetune:x,gsm8k"), and the settings that differ.
+    A stage is a group of the config: its `kind`, `base` (the config file of its settings, as on a
+    command line: "nucl_finetune:x,gsm8k"), and the settings that differ from the base.
 
     Raises:
-      ValueError: a name without a group, a group without `kind` or `base`, a setting that the base
-        does not have (the nearest is named), of another type or that its script would refuse.
+      ValueError: a name without a group, a group without `kind` or `base`, or a setting that the
+        base does not have (the message names the nearest), of another type or with an invalid
+        value.
     """
     return [_make_stage(name, config.get(name), config.model) for name in tuple(config.stages)]
 
@@ -147,8 +148,8 @@ def _make_stage(name: str, group: Any, model: str) -> Stage:
 
 
 def _with_seed(config: ConfigDict, seed: int) -> ConfigDict:
-    """One run of several: its seed everywhere, and no list of seeds."""
-    config = copy.deepcopy(config)  # with its references, which follow
+    """Config of one run of several: its seed everywhere, without the list of seeds."""
+    config = copy.deepcopy(config)  # references between keys are kept
     config.seeds = ()
     if "seed" in config:
         config.seed = seed
@@ -162,7 +163,7 @@ def _with_seed(config: ConfigDict, seed: int) -> ConfigDict:
 def summarise(results: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Mean and 95% interval over seeds of every number that all results have.
 
-    Numbers of `final` keep their names ("validation/nll"), those of stages are "<stage>/<key>".
+    Numbers of `final` keep their names ("validation/nll"); those of stages become "<stage>/<key>".
     The interval is mean -+ t_{0.975, n-1} s / sqrt(n), infinite for a single seed.
     """
     rows = [_numbers(result) for result in results]

@@ -1,4 +1,4 @@
-"""The command `ffnh`: `ffnh <script> ...` runs a launcher of scripts/ wherever it is installed."""
+"""The command `ffnh`: `ffnh <script> ...` runs a launcher of scripts/ from any directory."""
 
 import runpy
 import sys
@@ -10,12 +10,10 @@ from ffn_heterogeneity.wording import unknown
 
 
 def main() -> None:
-    """Runs the script named first as if it were called by its path; without one, lists them.
+    """Run the script that the first argument names; without arguments, list the scripts.
 
-    `ffnh configs` lists the configs.
-
-    `--config=` takes the name of a config that came with the package: `ffnh train
-    --config=nucl_finetune:smollm2,text`.
+    `ffnh configs` lists the configs. `--config=` also takes the name of a packaged config: `ffnh
+    train --config=nucl_finetune:smollm2,text`.
     """
     scripts = {path.stem: path for path in sorted((configs.home() / "scripts").glob("*.py"))}
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
@@ -35,7 +33,7 @@ def _script(name: str, scripts: dict[str, Path]) -> Path:
     """Return the script that a command names.
 
     Raises:
-      UsageError: there is none; names the nearest one, or the command of a config.
+      UsageError: no such script; the message names the nearest, or the command of a config.
     """
     if script := scripts.get(name.replace("-", "_")):
         return script
@@ -47,8 +45,8 @@ def _script(name: str, scripts: dict[str, Path]) -> Path:
 
 
 def _usage(scripts: dict[str, Path]) -> str:
-    lines = [f"ffn_heterogeneity {fh.__version__}: ffnh <command> --help says more", ""]
+    lines = [f"ffn_heterogeneity {fh.__version__}: see ffnh <command> --help", ""]
     for name, path in scripts.items():
         lines.append(f"  {name:<14}{configs.summary(path)}")
-    lines.append(f"  {'configs':<14}Lists the configs: name, command, what they are for.")
+    lines.append(f"  {'configs':<14}Lists the configs: name, command and purpose.")
     return "\n".join([*lines, "", "--config=<file, or a name from `ffnh configs`>[:<argument>]"])

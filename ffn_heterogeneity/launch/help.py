@@ -1,4 +1,4 @@
-"""`--help`: a script about itself, its flags, a config's keys by group with their comments."""
+"""`--help`: the script's description, its flags, and the config's keys with their comments."""
 
 import itertools
 import re
@@ -14,18 +14,18 @@ from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.launch.configs import as_typed, home, shown
 
 COLUMN = 36  # where comments begin
-# Lines of comment, a key of a dictionary or of `config`, and the rest of its line.
+# Comment lines, then a key of a dictionary or of `config`, and the rest of its line.
 _KEY = re.compile(r'((?:^ *# .*\n)*)^ +(?:"(\w+)": |(?:config\.)?(\w[\w.]*) = )(.*)', re.M)
 
 
 def help_text(doc: str, flags: Sequence[Any], config: ConfigDict | None, spec: str) -> str:
-    """The whole text, as wide as the terminal and 100 columns at most.
+    """Return the help text, as wide as the terminal, at most 100 columns.
 
     Args:
-      doc: the script's docstring; prose is wrapped, what is indented stands as it is, with the
-        command that was typed for `python scripts/<name>.py`.
-      flags: of absl.
-      config, spec: the config that the command line names, and how it does.
+      doc: the script's docstring; prose is wrapped and indented text is kept, with the typed
+        command instead of `python scripts/<name>.py`.
+      flags: absl's flags.
+      config, spec: the config that the command line names, and its name as given.
     """
     width = max(60, min(shutil.get_terminal_size().columns, 100))
     lines = [*_prose(as_typed(doc.strip()), width), "", "Flags:"]
@@ -52,7 +52,7 @@ def _prose(text: str, width: int) -> list[str]:
 
 
 def _entry(name: str, about: str, width: int) -> list[str]:
-    """`name` and, from COLUMN on, what it is: on its line where there is room."""
+    """`name` and, from COLUMN on, its description, on the same line if there is room."""
     left, indent = f"  {name}", " " * COLUMN
     whole = {"break_long_words": False, "break_on_hyphens": False}
     lines = textwrap.wrap(about, width, initial_indent=indent, subsequent_indent=indent, **whole)
@@ -63,22 +63,22 @@ def _entry(name: str, about: str, width: int) -> list[str]:
 
 
 def _group(key: str) -> str:
-    """The first part of a dotted key; "" of one without, which come first."""
+    """First part of a dotted key; "" for a key without a dot (these come first)."""
     return key.rpartition(".")[0].partition(".")[0]
 
 
 def comment_of(key: str, said: Sequence[Mapping[str, str]]) -> str:
-    """The comment of the dotted key's longest end that has one, in the first mapping with any."""
+    """Comment of the longest suffix of the dotted key, from the first mapping that has one."""
     ends = [key.split(".", i)[-1] for i in range(key.count(".") + 1)]
     return next((tier[end] for tier in said for end in ends if end in tier), "")
 
 
 def comments_of(file: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Key of a config -> comment, on its line or right above it: in the file and what it imports of
-    configs/, and in all configs.
+    """Return {config key: its comment} of the file with its imports, and of all configs.
 
-    A key is named as in its file ("steps", "data.packing"), in a part's function with the
-    function's name ("nucl.weight"); where nothing else is said, by its last part.
+    A comment is on the key's line or directly above it. A key is named as in its file ("steps",
+    "data.packing"), within a function of configs/parts with the function's name ("nucl.weight").
+    Falls back to the key's last component.
     """
     return _comments([*_imported(Path(file))]), _comments((home() / "configs").glob("**/*.py"))
 
@@ -98,7 +98,7 @@ def _comments(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def _imported(path: Path) -> Iterator[Path]:
-    """The config and the configs it is made of."""
+    """Iterate over the config's file and the configs that it imports."""
     yield path
     pattern = r"^from configs(\.parts)? import (.+)$"
     for parts, names in re.findall(pattern, path.read_text(encoding="utf-8"), re.M):

@@ -11,18 +11,17 @@ _ACCELERATORS = ("nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*", "kfd")
 
 
 def restart_with_huge_pages() -> None:
-    """Starts this command once more with its C library's malloc on huge pages, where that helps.
+    """Restart this command with the C library's malloc on huge pages, if that helps.
 
-    XLA:CPU takes the temporaries of every call (2.5 GB in a step of SmolLM2, batch 4 x 512) from
-    malloc and gives them back, and glibc returns blocks of that size to the system: each step then
-    pays for 800,000 page faults, a third of its time. On huge pages of 2 MB they are a few
-    thousand. Keeping what is freed instead costs memory: the heap falls to pieces and a step that
-    needs 3 GB holds 6 to 11. glibc reads this setting only when a process starts.
+    XLA:CPU allocates the temporaries of every call with malloc (2.5 GB in a step of SmolLM2, batch
+    4 x 512) and frees them, and glibc returns blocks of that size to the system. Each step then
+    causes 800,000 page faults, a third of its time; with huge pages of 2 MB only a few thousand.
+    Keeping freed memory instead fragments the heap: a step that needs 3 GB then holds 6 to 11 GB.
+    glibc reads the setting only when a process starts.
 
-    Returns, and nothing is changed, where it would not help (a GPU or TPU computes, unless
-    JAX_PLATFORMS is "cpu"; huge pages are everybody's, or nobody's; no Linux), where the
-    environment already tunes malloc, under a debugger, and where this process is no command of
-    ours (a notebook, a test).
+    Returns without a restart if it would not help (a GPU or TPU computes, unless JAX_PLATFORMS is
+    "cpu"; huge pages are always or never enabled; no Linux), if the environment already tunes
+    malloc, under a debugger, and if this process is not one of our commands (a notebook, a test).
     """
     if any(name.startswith(_OWN_SETTINGS) for name in os.environ) or not _is_own_command():
         return
@@ -39,9 +38,9 @@ def restart_with_huge_pages() -> None:
 
 
 def _is_own_command() -> bool:
-    """True if the line that started Python ends in this script, or `ffnh <script>`, and its flags.
+    """True if the command line of this process ends in this script, or `ffnh <script>`, and flags.
 
-    So not where something else runs the script inside its own process.
+    False if another program runs the script inside its process.
     """
     before, line = sys.orig_argv[: -len(sys.argv)], sys.orig_argv[-len(sys.argv) :]
     if not before or line[1:] != sys.argv[1:] or sys.gettrace():

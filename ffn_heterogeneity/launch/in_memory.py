@@ -1,4 +1,4 @@
-"""A surgery, then scores, in memory: a row of NUCL's Table 4, of massive weights' Table 1."""
+"""A surgery in memory and its scores: a row of NUCL's Table 4 or massive weights' Table 1."""
 
 import dataclasses
 import functools
@@ -31,20 +31,21 @@ from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.tree import flatten, unflatten
 from ffn_heterogeneity.wording import settings_from
 
-# The criterion of the row that all others are compared with: the model as it is.
+# The criterion of the baseline row: the unchanged model.
 UNPRUNED = "none"
-# Of a least-squares compensation, layer by layer: what tells an exploding solution.
+# Per-layer fields of a least-squares report that show whether the solution explodes.
 LARGEST = ("lambda_norm", "lambda_max", "condition")
 
 
 def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
-    """Changes the model as `config.surgery` says (`configs/prune.py`, `configs/attack.py`), scores
-    it as `configs/perplexity.py` says and, where `config.tasks` names any, as `configs/harness.py`.
+    """Apply `config.surgery` (`configs/prune.py`, `configs/attack.py`) and score the new model.
 
-    Adapters are folded in first; the changed model is written only with `config.save_model`.
+    The scores are perplexity (`configs/perplexity.py`) and, if `config.tasks` names any, tasks
+    (`configs/harness.py`). Adapters are folded in first; the new model is written only with
+    `config.save_model`.
 
     Args:
-      load: as `load_model`; a sweep's keeps the model for the next point.
+      load: as `load_model`; a sweep passes a function that keeps the model for the next point.
 
     Returns:
       What `results.json` holds: those of the surgery (the removed neurons of each layer are in
@@ -53,7 +54,7 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
       tasks, "answers" to `config.prompts`, and "seconds".
 
     Raises:
-      ValueError: a config value or a file is wrong; the message names it.
+      ValueError: an invalid config value or file; the message names it.
     """
     (surgery, settings, text, tasks), start = check_config(config), time.time()
     model = folded(load(config.model, revision=config.revision))
@@ -83,7 +84,7 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
 
 
 def surgery(config: ConfigDict, workdir: epath.Path) -> dict:
-    """`compress.run`; where the config names a text, with the perplexity before and after."""
+    """Run `compress.run`, with the perplexity before and after if the config names a text."""
     text = check_surgery(config)
     return compress.run(config, workdir, text and functools.partial(evaluation.score, text))
 
@@ -112,7 +113,7 @@ def check_config(
 
 
 def operate(surgery: Surgery, settings: Any, model: Model, seed: int = 0) -> tuple[Model, dict]:
-    """(the changed model, the surgery's report); without settings nothing is removed.
+    """Return (the new model, the surgery's report); without settings nothing is removed.
 
     Raises:
       ValueError: as `compress.run`.
@@ -132,7 +133,7 @@ def operate(surgery: Surgery, settings: Any, model: Model, seed: int = 0) -> tup
 def answers(
     model: Model, prompts: Sequence[str], options: RunOptions, limit: int
 ) -> dict[str, str]:
-    """{prompt: what the model says to it, greedily}; without a chat template its continuation."""
+    """Return {prompt: the model's greedy answer}; without a chat template, its continuation."""
     chat = bool(getattr(tokenizer_of(model), "chat_template", None))
     generator = Generator(model.config, model.params, model.tokenizer, options=options)
     made = generator(prompt_rows(model, prompts, chat), Sampling(limit), progress=None)
@@ -140,9 +141,9 @@ def answers(
 
 
 def filled_up(model: Model) -> Model:
-    """Layers of unequal width filled up to the widest with zero neurons: the same outputs.
+    """Pad layers of unequal width with zero neurons to the widest; the outputs are the same.
 
-    So that one compiled program evaluates every choice of layers (Figure 4 has as many as the
+    So one compiled program evaluates every choice of layers (Figure 4 has as many choices as the
     model has layers).
     """
     if model.config.uniform_width:

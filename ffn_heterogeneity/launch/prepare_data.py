@@ -1,4 +1,4 @@
-"""`scripts/prepare_data.py`: texts in, token shards and, where asked, a tokenizer out."""
+"""`scripts/prepare_data.py`: convert texts to token shards; optionally train a tokenizer."""
 
 import collections
 import functools
@@ -30,18 +30,18 @@ from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import release_workdir
 from ffn_heterogeneity.wording import check_number, check_numbers, settings_from
 
-# Of a dry run: what is tokenised to estimate the rest.
+# Sample that a dry run tokenizes to estimate the total.
 SAMPLE_BYTES = 1 << 20
 
 
 def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
-    """Prepares as `configs/prepare_data.py` describes; returns what `results.json` holds.
+    """Prepare data as `configs/prepare_data.py` describes; return the content of `results.json`.
 
-    Writes `<workdir>/tokens/` and, of a trained tokenizer, `<workdir>/tokenizer/`. The same command
-    goes on where it was stopped, and makes damaged shards of a finished directory anew.
+    Writes `<workdir>/tokens/` and, if a tokenizer is trained, `<workdir>/tokenizer/`. The same
+    command resumes an interrupted run, and rewrites damaged shards of a finished directory.
 
     Raises:
-      ValueError (DataError, CheckpointError are some): what is wrong, in one line.
+      ValueError (e.g. DataError, CheckpointError): an invalid setting or file, in one line.
     """
     settings = check_config(config)
     chunks = corpora.plan_chunks(corpora.find_inputs(config.input), settings.layout)
@@ -57,7 +57,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
         size = load_config(config.model, revision=config.revision).vocab_size
         shards.check_vocabulary(tokenizer, size, config.model)
     if config.dry_run:
-        release_workdir(workdir)  # nothing is in it: the run itself may have other settings
+        release_workdir(workdir)  # the real run may have other settings
         return estimate(chunks, tokenizer, settings)
     start = time.monotonic()
     made_by = {"name": name, "settings": settings, "processes": config.processes}
@@ -80,10 +80,10 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
 
 
 def check_config(config: ConfigDict) -> Settings:
-    """Settings of turning documents into tokens, from the config.
+    """Return the settings of tokenization from the config.
 
     Raises:
-      ValueError: names the key, its value and what it may be.
+      ValueError: the message names the key, its value and the allowed values.
     """
     training = config.train_tokenizer
     check_numbers(config, processes="[1, inf)", passage_chars="[1, inf)", shard_mb="[1e-6, 1e6]")
@@ -105,19 +105,19 @@ def check_config(config: ConfigDict) -> Settings:
 def trained_tokenizer(
     training: ConfigDict, workdir: Path, chunks: list[Chunk], settings: Settings, dry_run: bool
 ) -> Any:
-    """The tokenizer, trained once and written to `<workdir>/tokenizer` (not in a dry run).
+    """Train the tokenizer once and write it to `<workdir>/tokenizer` (not in a dry run).
 
     `training`: the group `train_tokenizer`.
 
     Raises:
-      DataError: the one there was trained on other texts, and shards were made with it.
+      DataError: the existing tokenizer was trained on other texts and shards were made with it.
     """
     directory = workdir / "tokenizer"
     sample = functools.partial(sample_texts, chunks, settings.layout, int(training.max_mb * 1e6))
     facts = {"vocab_size": training.vocab_size, "min_frequency": training.min_frequency}
     if (directory / "tokenizer.json").is_file():
         texts = Hashed(sample())
-        collections.deque(texts, maxlen=0)  # read for their digest alone
+        collections.deque(texts, maxlen=0)  # read only for their digest
         changed = differs(directory, facts | {"texts_sha256": texts.digest()})
         if not changed:
             return load_tokenizer(directory)
@@ -131,21 +131,21 @@ def trained_tokenizer(
     tokenizer = train_tokenizer(texts, training.vocab_size, training.min_frequency)
     if dry_run:
         return tokenizer
-    shutil.rmtree(directory, ignore_errors=True)  # of texts that have changed since
+    shutil.rmtree(directory, ignore_errors=True)  # from texts that have changed since
     save_tokenizer(tokenizer, directory, facts | {"texts_sha256": texts.digest()})
     print(f"tokenizer: {directory}", file=sys.stderr)
     return load_tokenizer(directory)
 
 
 def estimate(chunks: list[Chunk], tokenizer: Any, settings: Settings) -> dict[str, Any]:
-    """Estimates what a run would make, from a sample of the input; prints it and writes nothing."""
+    """Estimate the result of a run from a sample of the input; print it and write nothing."""
     texts = sample_texts(chunks, settings.layout, SAMPLE_BYTES)
     texts = [text for text in itertools.islice(texts, 10_000) if text.strip()]
     tokeniser, start = Tokeniser(tokenizer, settings), time.monotonic()
     tokens = sum(map(len, tokeniser.encode(texts)))
     seconds, sampled = time.monotonic() - start, sum(len(text.encode()) for text in texts)
     total = sum(chunk.size for chunk in chunks)
-    # Of records other fields are read as well: text is at most all of it.
+    # Records have other fields too, so their text is at most the whole file.
     tokens_about = int(tokens / max(sampled, 1) * total)
     found = {
         "shards": len(chunks),

@@ -1,4 +1,4 @@
-"""Points of a sweep as jobs of a cluster, through submitit (extra `slurm`)."""
+"""Points of a sweep as cluster jobs, through submitit (extra `slurm`)."""
 
 import os
 import re
@@ -12,9 +12,9 @@ from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.progress import bar, say_above
 from ffn_heterogeneity.wording import extra, naming
 
-# Ours; all others are submitit's own ("timeout_min", "gpus_per_node", "slurm_partition").
+# Our options; all others are submitit's ("timeout_min", "gpus_per_node", "slurm_partition").
 OWN_OPTIONS = ("cluster", "parallel")
-# Minutes; submitit's own default is 5.
+# Minutes; submitit's default is 5.
 TIMEOUT = 24 * 60
 WAIT = 0.5
 
@@ -25,25 +25,25 @@ def run_jobs(
     folder: str | os.PathLike,
     options: str = "",
 ) -> dict[str, str]:
-    """Runs `function(*arguments)` for every job, each in a process of its own, and waits.
+    """Run `function(*arguments)` for every job in a separate process, and wait.
 
-    Jobs go on where this process is killed; started again, it waits for those that still run and
-    submits the others. A job killed half-way goes on from its checkpoint in the next sweep.
+    Jobs continue if this process is killed; a restart waits for those that still run and submits
+    the others. A killed job resumes from its checkpoint in the next sweep.
 
     Args:
-      function: returns what went wrong in one line, or None.
+      function: returns None, or its error in one line.
       jobs: name -> arguments, which are pickled.
-      folder: for submitit's files and the logs of the jobs.
-      options: "key=value,key=value" of submitit's `update_parameters`, and of ours: "cluster"
-        (slurm | local | debug; default: slurm where there is one) and "parallel", how many jobs
-        run at once (default: all on a cluster, one at a time locally).
+      folder: directory for submitit's files and the jobs' logs.
+      options: "key=value,key=value" for submitit's `update_parameters`, and ours: "cluster" (slurm
+        | local | debug; default: slurm if available) and "parallel", the number of simultaneous
+        jobs (default: all on a cluster, one locally).
 
     Returns:
-      name -> what went wrong, of the jobs that failed.
+      {name: error} of the failed jobs.
 
     Raises:
       ImportError: submitit is not installed.
-      ValueError: the options are not understood.
+      ValueError: invalid options.
     """
     with extra("slurm"):
         import submitit
@@ -52,7 +52,7 @@ def run_jobs(
     executor = submitit.AutoExecutor(folder=os.fspath(folder), cluster=own.get("cluster"))
     parallel = own.get("parallel", 1 if executor.cluster != "slurm" else 0)
     if not isinstance(parallel, int) or parallel < 0:
-        raise ValueError(f"--submitit: parallel={parallel!r}, a number of jobs is needed")
+        raise ValueError(f"--submitit: parallel={parallel!r}; expected a number of jobs")
     with naming(f"--submitit={options!r}", (NameError, TypeError)):
         executor.update_parameters(**{"timeout_min": TIMEOUT, "name": "sweep"} | values)
     earlier = {name: job for name in jobs if (job := _running(Path(folder), name))}
@@ -60,7 +60,7 @@ def run_jobs(
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """{"timeout_min": 60, "slurm_partition": "gpu"} of "timeout_min=60,slurm_partition=gpu".
+    """Parse "timeout_min=60,slurm_partition=gpu" to {"timeout_min": 60, "slurm_partition": "gpu"}.
 
     Raises:
       ValueError: a part without "=".
@@ -77,10 +77,10 @@ def parse_options(text: str) -> dict[str, Any]:
 def _wait(
     executor, function, waiting: dict[str, tuple], parallel: int, running: dict[str, Any]
 ) -> dict[str, str]:
-    """Keeps `parallel` jobs running until none is left.
+    """Keep `parallel` jobs running until none is left.
 
     Args:
-      running: jobs of an earlier start.
+      running: jobs that an earlier process started.
     """
     failed, folder, total = {}, Path(executor.folder), len(waiting)
     for name, job in running.items():
@@ -109,7 +109,7 @@ def _note(folder: Path, name: str) -> Path:
 
 
 def _running(folder: Path, name: str) -> Any:
-    """The job of an earlier start, if it has not ended."""
+    """Job that an earlier process started, if it has not ended."""
     import submitit
 
     if not _note(folder, name).exists():
@@ -128,7 +128,7 @@ def _running(folder: Path, name: str) -> Any:
 def _ended(job) -> bool:
     if not job.done():
         return False
-    # Of a local job that another process started submitit knows nothing; its id is a process's.
+    # Submitit does not know local jobs that another process started; their ids are process ids.
     command = Path(f"/proc/{job.job_id}/cmdline")
     if getattr(job, "_process", job) is not None or not command.exists():
         return True
@@ -136,6 +136,6 @@ def _ended(job) -> bool:
 
 
 def _outcome(job) -> str | None:
-    """What the function returned; a job that was killed, or ran out of time, returned nothing."""
+    """Return value of the job's function, or an error for a killed or timed-out job."""
     error = job.exception()
     return f"the job ended without a result, see {job.paths.stderr}" if error else job.result()

@@ -1,8 +1,7 @@
-"""A run of several stages (train, surgery, evaluate), each reading the last one's model directory.
+"""Runs of several stages (train, surgery, evaluate); each reads the previous model directory.
 
-A stage is what a script would do with the same config: what a stage hands on is the directory it
-wrote, so a run that was interrupted between two stages goes on from the very bytes that an
-uninterrupted one reads.
+A stage does the same as a script with the same config. Stages exchange models through directories,
+so an interrupted run resumes from the same bytes that an uninterrupted run reads.
 """
 
 import dataclasses
@@ -27,13 +26,13 @@ MARKER = "done.json"
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage.
+    """One stage of a run.
 
     Attributes:
       kind: a key of `COMMANDS` with a script.
-      name: of its folder; unique in the run. A training stage keeps its checkpoints there and
+      name: name of its folder; unique in the run. A training stage saves checkpoints there and
         resumes from them.
-      config: of the command; its key `model` is filled with what the last stage wrote.
+      config: the command's config; its key `model` is set to the previous stage's model.
     """
 
     kind: str
@@ -46,14 +45,14 @@ class Stage:
 
 
 def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) -> dict[str, dict]:
-    """Runs the stages in order; one that a former call completed is read back, not run.
+    """Run the stages in order; results of already completed stages are read, not recomputed.
 
-    A stage is complete once `<workdir>/<nn>_<name>/done.json` exists, which is written last. It
-    holds a digest of the stage's config and of all before it, so a stage that was completed by
-    another run, or after other stages, is never taken for this one's.
+    A stage is complete if `<workdir>/<nn>_<name>/done.json` exists, which is written last. That
+    file has a digest of the configs of this stage and of all before it. So a stage of another run,
+    or after other stages, is never mistaken for this one.
 
     Args:
-      model: what the first stage reads: a directory, .gguf file, preset or hub id.
+      model: input of the first stage: a directory, .gguf file, preset or hub id.
 
     Returns:
       `{stage name: its results}`.
@@ -94,20 +93,20 @@ def _run_stage(stage: Stage, model: str, folder: epath.Path) -> None:
     try:
         run() if stage.command.together else on_main(run)
     except Exception:
-        # So that the mended command may use the same directory.
+        # Lets the corrected command use the same directory.
         on_main(lambda: release_workdir(folder))
         raise
 
 
 def _digests(stages: Sequence[Stage], model: str) -> list[str]:
-    """Of each stage: what it computes, and everything before it."""
+    """Digest of each stage's computation and of everything before it."""
     digests, before = [], model
     for stage in stages:
         values = what_is_computed(stage.config.to_dict())
         values.pop("model", None)
         text = json.dumps([before, stage.kind, stage.name, values], sort_keys=True)
         digests.append(hashlib.sha256(text.encode()).hexdigest())
-        # What hands on the model that it got changes nothing for those that follow.
+        # A stage that passes its model on does not affect the later stages.
         before = digests[-1] if stage.command.makes_model else before
     return digests
 
@@ -116,7 +115,7 @@ def _completed(root: epath.Path, digests: dict[epath.Path, str]) -> set[str]:
     """Return the names of the folders of completed stages.
 
     Raises:
-      WorkdirError: one is not of these stages, or has another digest.
+      WorkdirError: a completed stage is not one of these, or has another digest.
     """
     found = [path for path in root.iterdir() if (path / MARKER).exists()] if root.exists() else []
     wanted = {path.name: digest for path, digest in digests.items()}

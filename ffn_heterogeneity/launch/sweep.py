@@ -1,8 +1,8 @@
-"""Sweeps: which points of a config to run, written beside its `get_config`.
+"""Sweeps: the points of a config to run, defined next to its `get_config`.
 
-A config file may define `SWEEPS`, a dict from the name of a sweep to its points, or to a function
-of the config that returns them (where they depend on the model, say), and `KIND`, what runs them
-(`commands.COMMANDS`). Points are made by combinators, from tables of config keys and values:
+A config file may define `SWEEPS`, a dict from the name of a sweep to its points or to a function of
+the config that returns them (e.g. if they depend on the model), and `KIND`, the command that runs
+them (`commands.COMMANDS`). Combinators make points from tables of config keys and values:
 
     KIND = "train"
     SWEEPS = {
@@ -10,7 +10,7 @@ of the config that returns them (where they depend on the model, say), and `KIND
         "length": chain(point("plain", {"losses.nucl.weight": 0.0}), {"steps": (100, 1000)}),
     }
 
-A point's name is its directory and its row in a table: given, or made of its settings
+A point's name is that of its directory and table row. It is given, or made from its settings
 ("seed=0,weight=10").
 """
 
@@ -24,24 +24,24 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its name, and the config keys it sets."""
+    """One run of a sweep: its name, and the config keys that it sets."""
 
     name: str
     settings: Mapping[str, Any]
 
 
 Sweep = tuple[Point, ...]
-# What combinators take: points, or config keys with the values each is to have.
+# Arguments of combinators: points, or config keys with their values.
 Part = Sweep | Mapping[str, Sequence[Any]]
 
 
 def point(name: str, settings: Mapping[str, Any] | None = None) -> Sweep:
-    """One point with a name of its own; without settings it is the config as it is."""
+    """One point with a given name; without settings it is the unchanged config."""
     return (Point(name, dict(settings or {})),)
 
 
 def product(*parts: Part) -> Sweep:
-    """Every combination, the last part (or key) changing fastest.
+    """All combinations; the last part (or key) changes fastest.
 
     Raises:
       ValueError: two parts set the same key, or a key has no values.
@@ -51,15 +51,15 @@ def product(*parts: Part) -> Sweep:
 
 
 def chain(*parts: Part) -> Sweep:
-    """One part after the other (of a table: one key after the other, each alone)."""
+    """Concatenate parts (for a table: vary one key at a time, the others unchanged)."""
     return tuple(itertools.chain.from_iterable(axis for part in parts for axis in _axes(part)))
 
 
 def check_sweep(points: Sequence[Point]) -> None:
-    """Refuses what cannot be a sweep.
+    """Check the points of a sweep.
 
     Raises:
-      ValueError: no point, two of one name, or a name that is no plain directory name.
+      ValueError: no points, duplicate names, or a name that is not a plain directory name.
     """
     if not points:
         raise ValueError("the sweep has no point")
@@ -72,7 +72,7 @@ def check_sweep(points: Sequence[Point]) -> None:
 
 
 def _axes(part: Part) -> list[Sweep]:
-    """A table's keys, each as points; points are one axis."""
+    """Axes of a part: each key of a table, as points; or the given points as one axis."""
     if not isinstance(part, Mapping):
         return [tuple(part)]
     for key, values in part.items():

@@ -1,4 +1,4 @@
-"""`scripts/sweep.py`: runs the points of a sweep, each in a directory of its own, resumably."""
+"""`scripts/sweep.py`: run the points of a sweep, each in its directory, resumably."""
 
 import copy
 import dataclasses
@@ -29,12 +29,12 @@ LAUNCHERS = ("local", "submitit")
 
 
 class SweepFailed(ValueError):
-    """Some points failed, each with its line; the others are finished."""
+    """Some points failed (the message has a line for each); the others are finished."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PointRun:
-    """A point made ready: its whole config and its directory."""
+    """A point ready to run: its complete config and its directory."""
 
     point: Point
     config: ConfigDict
@@ -42,7 +42,7 @@ class PointRun:
 
     @property
     def finished(self) -> bool:
-        """True if it has results; whose they are was checked when the sweep began."""
+        """True if the point has results (the start of the sweep checks that they are its own)."""
         return (self.directory / "results.json").exists()
 
 
@@ -57,27 +57,28 @@ def run(
     commands: bool = False,
     submitit: str = "",
 ) -> dict[str, Any]:
-    """Runs every point of `sweep` that is not finished yet.
+    """Run every unfinished point of `sweep`.
 
-    A point with results.json is skipped, one that was interrupted goes on, one that fails does not
-    keep the others from running. Points run one after the other in this process, with one loaded
-    model and one compiled program for all that differ in values alone (`train.shared`).
+    A point with results.json is skipped, an interrupted one is resumed, and a failure does not stop
+    the others. Points run one after the other in this process, with one loaded model and one
+    compiled program for all points that differ only in values (`train.shared`).
 
     Args:
-      config: of every point, before its settings.
-      workdir: `<workdir>/<point>` is each one's own; `<workdir>/sweep.json` lists them.
+      config: the config of every point, before its settings.
+      workdir: `<workdir>/<point>` is a point's directory; `<workdir>/sweep.json` lists the points.
       spec: the config file (with its argument) that defines the sweep.
-      only: names of points; none: all.
-      launcher: "local": here; "submitit": one job a point (`slurm`).
-      commands: run nothing, print one command a line.
+      only: names of points; empty: all.
+      launcher: "local": in this process; "submitit": one job per point (`slurm`).
+      commands: run nothing, print one command per line.
       submitit: options of the jobs.
 
     Returns:
-      {"points", "finished" (now), "ran", "programs" and "compilations" of train steps}.
+      {"points", "finished" (in total), "ran", "programs" and "compilations" of train steps}.
 
     Raises:
       ValueError: no such sweep, point or setting; nothing was run.
-      WorkdirError: a directory holds a run with other settings (the keys are named); nothing ran.
+      WorkdirError: a directory holds a run with other settings (the message names the keys);
+        nothing was run.
       SweepFailed: some points failed.
     """
     check_choice("launcher", launcher, LAUNCHERS)
@@ -102,11 +103,11 @@ def run(
     return conclude(tasks, todo, failed, shared)
 
 
-# ---- what to run
+# ---- choice of points
 
 
 def points_of(spec: str, sweep: str, config: ConfigDict) -> tuple[str, Sweep]:
-    """(KIND, points) that the config file says.
+    """Return (KIND, points) of a sweep from the config file.
 
     Raises:
       ValueError: the file defines no sweeps, not this one, or no known KIND.
@@ -126,29 +127,30 @@ def points_of(spec: str, sweep: str, config: ConfigDict) -> tuple[str, Sweep]:
 
 
 def apply(config: ConfigDict, one: Point) -> ConfigDict:
-    """The config with the point's settings.
+    """Return the config with the point's settings.
 
     Raises:
-      ValueError: a key that the config has not (the nearest is named), or a value of another type.
+      ValueError: an unknown key (the message names the nearest), or a value of another type.
     """
-    # With its references: what takes its value from a key that is set, follows.
+    # Copied with its references, so that keys that refer to a set key change with it.
     config = copy.deepcopy(config)
     cli.set_keys(config, one.settings, f"point {one.name!r}", "the config")
     return config.copy_and_resolve_references()
 
 
 def check(kind: str, tasks: Sequence[PointRun], names: bool = True) -> None:
-    """Refuses bad settings, what is missing or does not fit together, and directories that hold
-    other runs: all bad points at once, before anything is run.
+    """Check all points before anything is run, and report all errors at once.
+
+    Checks the settings, the files that they name, and that no directory holds another run.
 
     Args:
-      names: look at what the configs name, too; another machine may have it.
+      names: whether to check the named files; False if only another machine has them.
     """
     bad, examined = {}, set()
     for task in tasks:
         try:
             experiment.check(task.config, kind)
-            # Numbers and seeds, which most sweeps are over, name nothing that could be missing.
+            # Most sweeps vary numbers and seeds, which name no files.
             settings = flatten_config(task.config.to_dict()).items()
             key = repr([x for x in settings if type(x[1]) is not float and "seed" not in x[0]])
             if names and key not in examined and not task.finished:
@@ -166,10 +168,10 @@ def check(kind: str, tasks: Sequence[PointRun], names: bool = True) -> None:
 
 
 def claim(root: epath.Path, spec: str, sweep: str, kind: str, points: Sweep) -> None:
-    """Writes `<root>/sweep.json`.
+    """Write `<root>/sweep.json`.
 
     Raises:
-      WorkdirError: the directory holds another sweep, or points that this one has not.
+      WorkdirError: the directory holds another sweep, or points that this one does not have.
     """
     path, names = root / SWEEP, [one.name for one in points]
     before = {"sweep": sweep, "kind": kind, "points": []}
@@ -189,7 +191,7 @@ def claim(root: epath.Path, spec: str, sweep: str, kind: str, points: Sweep) -> 
 
 
 def choose(tasks: Sequence[PointRun], only: Sequence[str]) -> list[PointRun]:
-    """The tasks named, all without names.
+    """Return the tasks that `only` names, or all if it is empty.
 
     Raises:
       ValueError: no such point.
@@ -199,13 +201,13 @@ def choose(tasks: Sequence[PointRun], only: Sequence[str]) -> list[PointRun]:
 
 
 def command(task: PointRun, root: epath.Path, spec: str, sweep: str, kind: str) -> str:
-    """One line for a shell that runs this point alone, in the same directory."""
+    """Return a shell command that runs only this point, in the same directory."""
     scripts, config = os.path.dirname(sys.argv[0]) or "scripts", cli.load_config(spec)
     base, mine = flatten_config(config.to_dict()), flatten_config(task.config.to_dict())
     changed = [key for key in mine if mine[key] != base.get(key, ...)]
     nones = [key for key in changed if mine[key] is None and key in base]
     script = COMMANDS[kind].script
-    # `--only` brings the point's own settings along, and those that no flag can set.
+    # `--only` includes the point's settings, even those that no flag can set.
     if not script or not all(cli.may_be_none(config, key) for key in nones):
         script, changed = "", [key for key in changed if key not in task.point.settings]
     place = [f"--workdir={task.directory}"]
@@ -222,7 +224,7 @@ def command(task: PointRun, root: epath.Path, spec: str, sweep: str, kind: str) 
 
 
 def run_here(kind: str, todo: Sequence[PointRun], shared: Shared) -> dict[str, str]:
-    """Runs the tasks one after the other; name -> error line of those that failed."""
+    """Run the tasks one after the other; return {name: error line} of the failed ones."""
     failed, seconds = {}, []
     with bar("sweep", total=len(todo), unit="run") as shown:
         for number, task in enumerate(todo, 1):
@@ -230,14 +232,14 @@ def run_here(kind: str, todo: Sequence[PointRun], shared: Shared) -> dict[str, s
             say_above(f"[{number}/{len(todo)}] {name}")
             try:
                 run_one(kind, task, shared)
-            except Exception as error:  # one point must not lose the others
+            except Exception as error:  # a failed point must not stop the others
                 line = cli.one_line(error)
                 if line not in failed.values() and not isinstance(error, cli.USER_ERRORS):
                     traceback.print_exception(error)
                 failed[name] = line
             seconds.append(time.monotonic() - start)
             left, bad = len(todo) - number, failed.get(name)
-            # The first run compiles, and may be alone in that.
+            # Perhaps only the first run compiles.
             typical = sum(seconds[1:]) / len(seconds[1:]) if number > 1 else seconds[0]
             ended = f"failed: {bad}" if bad else f"finished in {shown.format_interval(seconds[-1])}"
             more = f"; {left} left, about {shown.format_interval(left * typical)}" if left else ""
@@ -247,14 +249,14 @@ def run_here(kind: str, todo: Sequence[PointRun], shared: Shared) -> dict[str, s
 
 
 def run_one(kind: str, task: PointRun, shared: Shared) -> None:
-    """Claims the directory and runs."""
+    """Claim a point's directory and run it."""
     with working_in(task.directory, task.config.to_dict()):
         experiment.run(task.config, task.directory, shared, kind)
 
 
 def run_alone(kind: str, task: PointRun, command_line: Sequence[str]) -> str | None:
-    """`run_one` in a process of its own (`slurm`); the line of its error, if it failed."""
-    sys.argv = list(command_line)  # what the run names as the command that goes on
+    """Call `run_one` in a separate process (`slurm`); return its error line, if it failed."""
+    sys.argv = list(command_line)  # the command that the run shows for resuming
     try:
         run_one(kind, task, Shared(keep_model=False))
     except Exception as error:
@@ -266,7 +268,7 @@ def run_alone(kind: str, task: PointRun, command_line: Sequence[str]) -> str | N
 def conclude(
     tasks: Sequence[PointRun], todo: Sequence[PointRun], failed: Mapping[str, str], shared: Shared
 ) -> dict[str, Any]:
-    """The results of `run`; see there."""
+    """Return the results of `run`, or raise SweepFailed."""
     finished = sum(task.finished for task in tasks)
     compiled = f"; train steps compiled: {shared.compilations}" if shared.programs else ""
     say_above(f"{finished} of {len(tasks)} points finished{compiled}")
@@ -286,7 +288,7 @@ def conclude(
 
 
 def budget(kind: str, tasks: Sequence[PointRun], todo: Sequence[PointRun]) -> str:
-    """The amount of work, before the first run says how long one takes."""
+    """One-line summary of the work, before the first run shows how long a run takes."""
     text = f"{len(todo)} runs to do, {sum(task.finished for task in tasks)} finished before"
     configs = [task.config.to_dict() for task in todo if kind == "train"]
     trained = [config for config in configs if "batch_size" in config]  # not a run of stages
@@ -295,4 +297,4 @@ def budget(kind: str, tasks: Sequence[PointRun], todo: Sequence[PointRun]) -> st
         rows, length = trained[0]["batch_size"], trained[0].get("seq_len")
         text += f"; {steps:,} steps of {rows}"
         text += f" x {length}, {steps * rows * length:,} tokens" if length else " rows"
-    return f"{text}; the first run will tell the time" if todo else text
+    return f"{text}; the first run will show the time" if todo else text

@@ -1,4 +1,4 @@
-"""`scripts/train.py`: a config in, a trained model and its numbers out. One story, top to bottom.
+"""`scripts/train.py`: train a model from a config, and write it with its numbers.
 
 config -> objective, model, prepared tree -> built step -> loop -> results and export
 """
@@ -50,31 +50,31 @@ from ffn_heterogeneity.train.source import found_model, starting_model
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.wording import some, spans
 
-SEEDS_APART = 1_000  # of an attempt and the next one
+SEEDS_APART = 1_000  # difference between the seeds of successive attempts
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:
-    """Trains as `config` says (`configs/parts/train.py`); returns what `results.json` holds.
+    """Train as `config` describes (`configs/parts/train.py`); return the content of `results.json`.
 
-    A directory that holds this run already is continued; a finished one is only read. With
-    `config.dry_run` the run is planned and not made.
+    If the directory already holds this run, it is resumed, or only read if finished. With
+    `config.dry_run` the run is only planned.
 
     Args:
-      shared: what this run has in common with others of this process, if there are any.
+      shared: state shared with other runs of this process, if there are any.
 
     Raises:
-      ValueError (WorkdirError, DataError, CheckpointError, RuleError, TrainingDiverged are some):
-        what is wrong, in one line.
+      ValueError (e.g. WorkdirError, DataError, CheckpointError, RuleError, TrainingDiverged): the
+        message is one line.
       SystemExit: a signal stopped it, after the state was saved (128 + its number).
     """
     start, workdir, settings = time.time(), epath.Path(workdir), read(config)
-    logging.set_verbosity(logging.WARNING)  # orbax tells twenty lines a save
+    logging.set_verbosity(logging.WARNING)  # orbax logs twenty lines per save
     logging.get_absl_logger().addFilter(_no_traceback)
     if settings.dry_run:
         return dry_run(settings, workdir)
     if not finished(workdir):
         check_early(settings)
-    # Alone or not is whoever launches it to say.
+    # The launcher decides whether other processes may use the directory.
     with working_in(workdir, config.to_dict(), alone=False):
         if finished(workdir):
             print(f"this run is complete: {workdir}/results.json", file=sys.stderr)
@@ -86,15 +86,15 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
 
 
 def _no_traceback(record: Any) -> bool:
-    """False of what orbax's threads log of an error: the run ends with a line that says it."""
+    """Log filter: drop tracebacks of orbax's threads, because the run's last line has the error."""
     return not (record.exc_info and "orbax" in record.pathname)
 
 
 def try_seeds(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float) -> None:
-    """`train`; where its loss is not finite, up to `config.retries` times more with other seeds.
+    """Call `train`; if the loss is not finite, retry up to `config.retries` times with other seeds.
 
-    What a failed attempt left is moved to <workdir>/diverged_<n>, so that a run that goes on knows
-    which attempt it is.
+    The files of a failed attempt are moved to <workdir>/diverged_<n>, so that a resumed run knows
+    its attempt.
     """
     for attempt in itertools.count(len(diverged(workdir))):
         seeded = dataclasses.replace(config, seed=config.seed + attempt * SEEDS_APART)
@@ -103,17 +103,17 @@ def try_seeds(config: TrainConfig, workdir: epath.Path, shared: Shared, start: f
         except TrainingDiverged as error:
             if attempt >= config.retries:
                 raise
-            say(f"{error}; beginning anew with seed {seeded.seed + SEEDS_APART}")
+            say(f"{error}; starting again with seed {seeded.seed + SEEDS_APART}")
             on_main(functools.partial(set_aside, workdir, attempt))
 
 
 def diverged(workdir: epath.Path) -> list[epath.Path]:
-    """The folders of attempts whose loss was not finite."""
+    """Folders of attempts whose loss was not finite."""
     return [*workdir.glob("diverged_*")]
 
 
 def set_aside(workdir: epath.Path, attempt: int) -> None:
-    """Moves the outputs of an attempt out of the way of the next one."""
+    """Move the outputs of a failed attempt to a separate folder."""
     folder = workdir / f"diverged_{attempt}"
     folder.mkdir(parents=True, exist_ok=True)
     for name in UNSTARTED:
@@ -122,7 +122,7 @@ def set_aside(workdir: epath.Path, attempt: int) -> None:
 
 
 def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float) -> None:
-    """The run; `start` is when it began."""
+    """Run one attempt; `start` is the time at which the run began."""
     built = plan(config, cache=shared.plans)
     say(described(built, config.loop.steps))
     say(f"loading {config.model} ..." if config.model else "making a new model ...")
@@ -130,12 +130,12 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
     model = starting_model(config.source, head, shared.load)
     say(model.source)
     if other := built.differs(model):
-        # Only weights tell where some surgeries go, and what was not here had no headers.
+        # Some surgeries depend on the weights, and remote files had no headers to plan with.
         if not built.assumed:
-            say(f"planned again: {other} is not as its header said")
+            say(f"planned again: {other} differs from its header")
         built = plan(config, built.mesh, model, shared.plans)
     if built.unread:
-        say(f"{built.objective.name} does not read {some(built.unread)}: they stay as they are")
+        say(f"{built.objective.name} does not read {some(built.unread)}: they stay unchanged")
     for kernels in built.whole:
         say(f"a step makes the kernels of {kernels}")
     if config.dropout:
@@ -143,7 +143,7 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
     data = built.open_data(model.tokenizer)
     with contextlib.closing(data.batches):
         loop, built, seconds = make_loop(config, built, model, data, workdir, shared)
-        # The device holds the weights now; the host's copy is not needed any more.
+        # The weights are on the device now; the host's copy is no longer needed.
         model = dataclasses.replace(model, params={})
         result = loop.run()
     if result.stopped:
@@ -179,7 +179,7 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
 
 
 def examine(config: ConfigDict) -> None:
-    """Refuses what `run` would before it compiles, without reading any weights; errors as there."""
+    """Check everything that `run` checks before compiling, without reading weights."""
     settings = read(config)
     built, source = plan(settings), settings.source
     revision = None if source.is_fresh else source.revision
@@ -190,7 +190,7 @@ def examine(config: ConfigDict) -> None:
 
 
 def facts_of(built: Plan, source: str, weights: Mapping[str, float]) -> dict[str, Any]:
-    """The facts of the run that `results.json` names."""
+    """Facts of the run for `results.json`."""
     trained = (int(size * np.mean(built.trainable[path])) for path, size in built.sizes.items())
     return {
         "model": source,
@@ -208,13 +208,13 @@ def facts_of(built: Plan, source: str, weights: Mapping[str, float]) -> dict[str
 def make_loop(
     config: TrainConfig, built: Plan, model: Model, data: Data, workdir: epath.Path, shared: Shared
 ) -> tuple[TrainLoop, Plan, float | None]:
-    """(everything but the running, the step that fits in memory, the seconds to compile it)."""
+    """Return (the loop, ready to run, the step that fits in memory, the seconds to compile it)."""
     options = {"seed": config.seed, "shardings": built.shardings[0]}
     state = create_state(model.params, built.optimizer, built.trainable, **options)
     seconds = None
     if not (workdir / "checkpoints" / str(config.loop.steps)).exists():
         built, seconds = compile_checked(built, state)
-        shared.plans[built.key] = built  # the next one begins with what fits
+        shared.plans[built.key] = built  # the next run starts with the step that fits
     mode, _, metric = (config.best_metric or built.objective.best).rpartition(":")
     loop = dataclasses.replace(config.loop, best_metric=metric, best_mode=mode or "min")
     program = Program(
@@ -230,9 +230,9 @@ def make_loop(
 
 
 def validation_hooks(built: Plan, data: Data, every: int) -> tuple[Hook, ...]:
-    """The measurements between steps: every held-out set, on the weights as an export has them."""
+    """Measurements between steps: on every held-out set, with the weights as exported."""
     if not data.held_out:
-        say("no validation data: nothing is evaluated and no checkpoint is the best")
+        say("no validation data: no evaluation, and no best checkpoint")
         return ()
     evaluate = validation(built, data.held_out)
 
@@ -246,13 +246,15 @@ def validation_hooks(built: Plan, data: Data, every: int) -> tuple[Hook, ...]:
 def final_params(
     config: TrainConfig, start: Callable[[], Model], workdir: epath.Path, result: LoopResult
 ) -> tuple[dict, int]:
-    """(parameters, their step): the last; or the best, which are a checkpoint's, or those of
-    `start()` if nothing beat them."""
+    """Return (parameters, their step) of the last or the best step.
+
+    The best are those of a checkpoint, or those of `start()` if no evaluation was better.
+    """
     best = result.best
     if config.export["weights"] != "best" or not best or best["step"] == result.step:
         return result.state.params, result.step
     if best["step"] == 0:
-        say("no evaluation was better than the model as it was loaded: that one is exported")
+        say("no evaluation was better than the original model: exporting the original model")
         return start().params, 0
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.loop.keep)
     state, _ = checkpoints.restore(result.state, best["step"])
@@ -261,7 +263,7 @@ def final_params(
 
 
 def export(settings: Mapping[str, str], model: Model, params: dict, directory: epath.Path) -> None:
-    """Writes the trained model; its structure is kept where that form can keep it."""
+    """Write the trained model, with its structure if the form supports it."""
     options = {"export": settings["form"], "dtype": settings["dtype"], "overwrite": True}
     options["structure"] = "fold" if settings["form"] == "padded" else "keep"
     options["tokenizer"] = model.tokenizer
@@ -269,7 +271,7 @@ def export(settings: Mapping[str, str], model: Model, params: dict, directory: e
 
 
 def _answer(results: Mapping[str, Any]) -> None:
-    """Prints what the last validation and the tests found."""
+    """Print the results of the last validation and of the tests."""
     for name, value in {**results, **(results["final"] or {})}.items():
         if name.startswith((PREFIX, "test/")) and np.ndim(value) == 0:
             answer(f"{name}: {value:.5f}")
@@ -296,21 +298,25 @@ def summary(workdir: epath.Path, result: LoopResult) -> dict:
 
 
 def unlearnt(workdir: epath.Path, constant: float) -> str:
-    """A line where a classifier's mean loss over the last tenth of its steps is within 2% of what
-    one answer for all rows costs; else ""."""
+    """Return a warning if a classifier learned nothing, else "".
+
+    That is: its mean loss over the last 10% of the steps is within 2% of the loss of a constant
+    prediction.
+    """
     rows, names = read_metrics(workdir / "metrics.jsonl"), ("classification", "regression")
     found = [row.get(f"train/{name}") for row in rows for name in names]
     losses = [loss for loss in found if isinstance(loss, float)]
     last = losses[-max(1, len(losses) // 10) :]
     if not last or (mean := float(np.mean(last))) < 0.98 * constant:
         return ""
-    said = f"nothing was learnt: the loss is {mean:.3f} at the end, {constant:.3f} of one answer"
-    return f"{said} for all rows: raise --config.optimizer.learning_rate or --config.epochs"
+    said = f"nothing was learned: final loss {mean:.3f}; a constant prediction has {constant:.3f}"
+    return f"{said}: raise --config.optimizer.learning_rate or --config.epochs"
 
 
 def validate(config: ConfigDict, workdir: epath.Path) -> dict:
-    """`scripts/evaluate.py` with a training config: the numbers that its validation would print of
-    `config.model`, as it is; returns what `results.json` holds.
+    """Run the validation of a training config on the unchanged `config.model`.
+
+    Called by `scripts/evaluate.py`; returns the content of `results.json`.
 
     Raises:
       ValueError: as `run`; the model lacks the objective's head; there is no held-out data.
@@ -322,7 +328,7 @@ def validate(config: ConfigDict, workdir: epath.Path) -> dict:
     data = built.open_data(model.tokenizer)
     with contextlib.closing(data.batches):
         if not data.held_out:
-            raise ValueError("no validation data: nothing can be evaluated")
+            raise ValueError("no validation data: nothing to evaluate")
         where = partition.shardings(mesh, model.params, built.leaves)
         metrics = validation(built, data.held_out)(jax.device_put(model.params, where))
     results = {"model": model.source, "objective": built.objective.name, **metrics}

@@ -1,4 +1,4 @@
-"""Losses: each a small pure function and a line of `TERMS`; a config's groups choose among them."""
+"""Losses: small pure functions, listed in `TERMS`; a config's groups select among them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term, st
 from ffn_heterogeneity.probes import PROBES
 from ffn_heterogeneity.wording import check_known, unknown
 
-# Name in a config -> function (context, **settings) -> LossTerm. A loss is summed in this order.
+# Name in a config -> function (context, **settings) -> LossTerm. Terms are summed in this order.
 TERMS: dict[str, Callable[..., LossTerm]] = {
     "nll": nll_term,
     "classification": classification_term,
@@ -29,10 +29,10 @@ TERMS: dict[str, Callable[..., LossTerm]] = {
 
 
 def term_of(context: TermContext, group: Mapping[str, Any], monitor: bool) -> tuple[int, LossTerm]:
-    """(its place in the sum, the term of one group of a config).
+    """Return (position in the sum, the term) of one group of a config.
 
     Raises:
-      ValueError: an unknown term or setting; what the term's function returned is no term.
+      ValueError: an unknown term or setting, or a function that does not return a term.
     """
     name, settings = group.get("term", context.name), dict(group)
     if monitor and "probe" in group:

@@ -1,4 +1,4 @@
-"""Losses of labels and of numbers, over the rows of a batch that hold one."""
+"""Losses of labels and of numbers, over the rows of a batch that have an answer."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,9 @@ from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 
 
 def classification_term(context: TermContext) -> LossTerm:
-    """Cross-entropy of labels, -log softmax(logits)[label], mean over the rows that count.
+    """Cross-entropy of labels, -log softmax(logits)[label], mean over the valid rows.
 
-    It reads `outputs["predictions"]` [B, C] and, of the batch, "target" [B] and "valid" [B].
+    It reads `outputs["predictions"]` [B, C] and the batch's "target" [B] and "valid" [B].
     Metrics: "accuracy".
     """
 
@@ -26,7 +26,7 @@ def classification_term(context: TermContext) -> LossTerm:
 
 
 def regression_term(context: TermContext) -> LossTerm:
-    """Squared error of a number, mean over the rows that count; it reads as `classification`."""
+    """Squared error of a number, mean over the valid rows; reads the same as `classification`."""
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         error_b = outputs["predictions"][:, 0] - batch["target"]

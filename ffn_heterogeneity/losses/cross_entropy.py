@@ -4,13 +4,13 @@
     NLL = logsumexp(l) - l_y
     dNLL/dz = (softmax(l) - onehot(y)) (1 - (l / cap)^2)          (the last factor under a soft-cap)
 
-Logits exist for one chunk of rows at a time, and for targets only: where few positions are targets
-(answers of a few tokens after long prompts) the head costs as little as they do. When the sum is
-differentiated, the gradient is computed with the value (three products, not four: no logits are
-computed twice) and only scaled by the upstream cotangent later; dK is accumulated in float32
-whatever the kernel's dtype.
+Logits exist for one chunk of rows at a time, and only for targets: if few positions are targets
+(short answers after long prompts), the head's cost is proportional to their number. When the sum is
+differentiated, the gradient is computed together with the value (three products, not four, because
+no logits are computed twice) and only scaled by the upstream cotangent later. dK is accumulated in
+float32 for any kernel dtype.
 
-On a mesh every device takes its own rows: chunks of all rows or of V would gather every token's
+On a mesh every device processes its rows: chunks of all rows or of V would gather every token's
 state or the whole embedding.
 """
 
@@ -34,7 +34,7 @@ CHUNK_BYTES_CPU = 2**27
 # Rows of a chunk's part below which a separate loop does not pay.
 FEW_ROWS = 16
 LAYOUTS = ("vd", "dv")
-# How a mesh cuts the kernel; as parallel.partition has it.
+# How a mesh shards the kernel, as in parallel.partition.
 KERNEL_SPECS = {"vd": PartitionSpec("tensor", "fsdp"), "dv": PartitionSpec("fsdp", "tensor")}
 
 
@@ -72,22 +72,22 @@ def chunked_nll(
     kernel_trainable: bool = True,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> NLLSums:
-    """Sum of -log p(target) over the masked-in positions; [B, T, V] never exists.
+    """Sum of -log p(target) over the masked-in positions, without an array [B, T, V].
 
     Args:
       hidden_btd: final hidden states in the compute dtype (float32 or bfloat16).
-      kernel: [V, D] for layout "vd" (tied embedding), [D, V] for "dv"; cast to the compute dtype,
-        its gradient comes back in its own dtype.
-      targets_bt: int32 token ids; ignored where the mask is off.
+      kernel: [V, D] for layout "vd" (tied embedding), [D, V] for "dv"; it is cast to the compute
+        dtype, and its gradient has the kernel's dtype.
+      targets_bt: int32 token ids; ignored where the mask is False.
       mask_bt: True where the target counts; None: everywhere.
       softcap: logits become cap tanh(logits / cap).
-      chunk: positions of T per chunk; None: as many as keep its float32 logits within CHUNK_BYTES
-        (CHUNK_BYTES_CPU on a CPU), on every device of the mesh.
-      mesh: with axes data, fsdp, tensor: rows are cut over the first two, each device computes its
-        own rows' loss with the whole kernel (its share of the vocabulary over `tensor`). The kernel
-        is gathered once and its gradient reduced once, whatever the number of chunks.
-      kernel_trainable: False skips dK (it comes back as 0). A kernel that is not differentiated
-        (a frozen head) is noticed without it.
+      chunk: positions of T per chunk; None: the largest number whose float32 logits fit in
+        CHUNK_BYTES (CHUNK_BYTES_CPU on a CPU), on every device of the mesh.
+      mesh: with axes data, fsdp, tensor: rows are sharded over the first two, and each device
+        computes its rows' loss with the whole kernel (its share of the vocabulary over `tensor`).
+        The kernel is gathered once and its gradient reduced once, for any number of chunks.
+      kernel_trainable: False skips dK (it is returned as 0). A kernel that is not differentiated
+        (a frozen head) is detected without it.
 
     Raises:
       ValueError: shapes that do not fit, an unknown layout, softcap or chunk out of range.
@@ -96,7 +96,7 @@ def chunked_nll(
         hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, mesh
     )
     targets_bt = jnp.asarray(targets_bt)
-    # The count depends on the mask alone: a caller that reads only it computes nothing else.
+    # The count depends only on the mask: if only it is used, nothing else is computed.
     count = jnp.sum(mask_bt, dtype=jnp.float32)
     sums: Any = _nll(hidden_btd, kernel, targets_bt, mask_bt, static)
     total, correct = sums
@@ -133,14 +133,14 @@ def _prepare(
 
 
 class _Rows(NamedTuple):
-    """The positions [B, T] as rows, those of targets first.
+    """The positions [B, T] as rows, targets first.
 
     Attributes:
-      order: [B * T + C], the position in each place; 0 in places beyond the last.
-      place: [B * T], the place of each position: `order` undone.
-      number: of targets.
-      size: C, rows in a chunk.
-      stop: the first place that need not be visited.
+      order: [B * T + C], the position of each row; 0 beyond the last.
+      place: [B * T], the row of each position: the inverse of `order`.
+      number: number of targets.
+      size: C, rows per chunk.
+      stop: the first row that need not be visited.
     """
 
     order: jax.Array
@@ -150,15 +150,15 @@ class _Rows(NamedTuple):
     stop: jax.Array | int
 
     def cut(self, start, size, hidden_btd, targets_bt):
-        """(states [n, D], targets [n], whether they are any [n]) of the places from `start` on."""
+        """(states [n, D], targets [n], whether they are targets [n]) of rows from `start` on."""
         at = lax.dynamic_slice_in_dim(self.order, start, size)
         states = hidden_btd.reshape(-1, hidden_btd.shape[-1])[at]
         return states, targets_bt.reshape(-1)[at], start + jnp.arange(size) < self.number
 
     def fold(self, body, carry):
-        """`carry = body(start, size, carry)` over whole chunks, and eighths of one for the rest.
+        """Fold `carry = body(start, size, carry)` over chunks, and over eighths for the rest.
 
-        Where an eighth would be few rows, whole ones for it too: one program less to compile.
+        If an eighth would be few rows, the rest is a chunk too: one program less to compile.
         """
         if self.size // 8 < FEW_ROWS:
             chunks = -(-self.stop // self.size)
@@ -177,7 +177,7 @@ def _rows(mask_bt, static) -> _Rows:
     number = jnp.sum(targets_n, dtype=jnp.int32)
     others = number + jnp.cumsum(~targets_n, dtype=jnp.int32)
     place = jnp.where(targets_n, jnp.cumsum(targets_n, dtype=jnp.int32), others) - 1
-    # Devices that share a vocabulary take the same steps.
+    # Devices that share a vocabulary must take the same steps.
     shared = static.mesh is not None and static.mesh.shape["tensor"] > 1
     return _Rows(order, place, number, size, targets_n.size if shared else number)
 
@@ -234,7 +234,7 @@ def _zero_sums(hidden_btd):
 
 
 def _nll_fwd(hidden_btd, kernel, targets_bt, mask_bt, static):
-    # With symbolic_zeros each argument comes with whether it is differentiated at all.
+    # With symbolic_zeros each argument has a flag whether it is differentiated.
     trainable = static.kernel_trainable and kernel.perturbed
     hidden_btd, kernel, targets_bt, mask_bt = (
         argument.value for argument in (hidden_btd, kernel, targets_bt, mask_bt)
@@ -252,8 +252,8 @@ def _sums_and_gradients(hidden_btd, cast, targets_bt, mask_bt, static, trainable
     dtype = hidden_btd.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     rows = _rows(mask_bt, static)
-    # A CPU's bfloat16 units take no product whose left operand lies across (`wide_product`): the
-    # few columns of the states are turned for it, not the vocabulary's.
+    # A CPU's bfloat16 units support no product with a transposed left operand (`wide_product`): the
+    # narrow states are transposed for it, not the logits over the vocabulary.
     turn = trainable and dtype == jnp.bfloat16 and platform_of(static.mesh) == "cpu"
     across = turn and static.layout == "vd"
 
@@ -283,9 +283,9 @@ _sums_and_d_hidden = functools.partial(_sums_and_gradients, trainable=False)
 
 
 def _over_mesh(function, static, trainable):
-    """`function` on every device's own rows; its sums and the kernel's gradient put together.
+    """Run `function` on every device's rows, and add up its sums and the kernel's gradient.
 
-    The vocabulary, over `tensor`, is left to the compiler.
+    The compiler shards the vocabulary over `tensor`.
     """
     function = functools.partial(function, static=static)
     if static.mesh is None:
@@ -314,8 +314,8 @@ def _over_mesh(function, static, trainable):
     def together(*arguments):
         total, correct, *gradients = mapped(*arguments)
         if trainable:
-            # The devices' parts, [parts, ...]: their sum is one reduction, straight to where the
-            # optimiser wants it. (XLA reduces nothing inside, where `tensor` is not ours.)
+            # The devices' parts, [parts, ...]: their sum is one reduction, directly to the
+            # optimizer's sharding. (XLA does not reduce inside, where `tensor` is automatic.)
             place = NamedSharding(static.mesh, KERNEL_SPECS[static.layout])
             gradients[1] = lax.with_sharding_constraint(jnp.sum(gradients[1], 0), place)
         return jnp.sum(total), jnp.sum(correct), *gradients
@@ -324,7 +324,7 @@ def _over_mesh(function, static, trainable):
 
 
 def _d_logits(logits_nv, log_z_n, y_n, mask_n, static):
-    """dNLL/dz of a chunk, float32; 0 where the mask is off."""
+    """dNLL/dz of a chunk, float32; 0 where the mask is False."""
     p_nv = jnp.exp(logits_nv - log_z_n[:, None])
     hit_nv = lax.broadcasted_iota(y_n.dtype, p_nv.shape, 1) == y_n[:, None]
     d_nv = jnp.where(hit_nv, p_nv - 1, p_nv)

@@ -1,28 +1,28 @@
-"""Inter-neuron diversity: how alike the neurons of a layer distribute their outgoing weights.
+"""Inter-neuron diversity: similarity of the outgoing distributions of a layer's neurons.
 
 NUCL makes each neuron's outgoing distribution r_i = |W_i| / sum_j |W_ij| less uniform, one neuron
-at a time; that the neurons of a layer should also differ from one another is named by the paper as
-a direction for the future, without a formula. The formula here is ours: the mean cosine similarity
-over the pairs of a layer's neurons,
+at a time. The paper names diversity between the neurons of a layer as future work, without a
+formula. The formula here is ours: the mean cosine similarity over the pairs of a layer's neurons,
 
     u_i = r_i / ||r_i||_2 = |W_i| / ||W_i||_2,      s = sum_i u_i,
     D = mean over pairs i != j of u_i . u_j = (||s||^2 - k) / (k (k - 1)),
 
-k the number of rows that are not all-zero: a sum over pairs in O(m n), not O(m^2 n). D lies in
-[0, 1]: 0 where no two neurons write to a common output, 1 where all have the same distribution;
-Gaussian weights have about 2 / pi. It is free of the rows' scales. Its gradient:
+where k is the number of rows that are not all-zero: a sum over pairs in O(m n), not O(m^2 n). D is
+in [0, 1]: 0 if no two neurons write to a common output, 1 if all have the same distribution;
+Gaussian weights have about 2 / pi. It does not depend on the rows' scales. Its gradient:
 
     dD/dw_ij = 2 sign(w_ij) (s_j - (s . u_i) u_ij) / (k (k - 1) ||W_i||_2).
 
-What was chosen: an all-zero row (a removed or padded neuron) is no neuron, so it contributes 0 with
-gradient 0 and a padded model has the same D; with fewer than two neurons D is 0; sign(0) = 0, so
-removed weights stay 0; rows whose largest weight is below about 1e-30 count as all-zero, as in
-NUCL. The penalty is the sum over layers.
+Conventions: an all-zero row (a removed or padded neuron) does not count as a neuron, so it
+contributes 0 with gradient 0 and a padded model has the same D; with fewer than two neurons D is 0;
+sign(0) = 0, so removed weights stay 0; rows whose largest weight is below about 1e-30 count as
+all-zero, as in NUCL. The penalty is the sum over layers.
 
 Cost: the forward pass reads W three times (the rows' scales, their norms, s), the backward pass
-twice, and writes the gradient once: 6 x 4 bytes a weight, in Gemma-2 2B (552M outgoing weights)
-13 GB a step. Layer by layer; kept between the passes are two numbers a row and n a layer. On a mesh
-three numbers a row and n a layer are all-reduced; no weight needs to be gathered.
+twice, and it writes the gradient once: 6 x 4 bytes per weight, in Gemma-2 2B (552M outgoing
+weights) 13 GB per step. Layers are processed one at a time; saved between the passes are two
+numbers per row and n per layer. On a mesh three numbers per row and n per layer are all-reduced; no
+weights are gathered.
 """
 
 import jax
@@ -50,7 +50,7 @@ def similarity(w: jax.Array) -> jax.Array:
     """
     w = jnp.asarray(w)
     if w.ndim < 2 or w.shape[-1] == 0:
-        raise ValueError(f"weights {w.shape}: [..., m, n] with n >= 1 is needed")
+        raise ValueError(f"weights {w.shape}; expected [..., m, n] with n >= 1")
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise TypeError(f"diversity needs floating point weights, got {w.dtype}")
     return _similarity(w)
@@ -63,8 +63,8 @@ def _similarity(w):
     return _forward(w)[0]
 
 
-# Layer by layer: what the passes over W have in common is kept between them by some compilers, so
-# that it should be a layer's size and not the stack's.
+# Layer by layer: some compilers save common subexpressions between the passes over W, which should
+# have the size of a layer, not of the stack.
 
 
 def _forward(w):
@@ -91,7 +91,7 @@ def _forward_one(w):
     a = _magnitude(w)
     top = jnp.max(a, -1, keepdims=True, initial=0)
     tiny = float(jnp.finfo(a.dtype).tiny)
-    alive = ~(top < tiny**0.8)  # so that a row with a NaN stays, and is heard of
+    alive = ~(top < tiny**0.8)  # written so that a row with NaN counts, and the NaN propagates
     # About 1 / top: squares of a * scale stay in range. The reciprocal of the hugest would be
     # subnormal, which processors flush to 0.
     scale = jnp.where(alive, 1 / jnp.clip(top, tiny**0.8, 0.125 / tiny), 0)
@@ -122,15 +122,15 @@ def _magnitude(w):
 def diversity_term(context: TermContext) -> LossTerm:
     """The sum over layers of D of the FFN's outgoing weights: a term on parameters.
 
-    Read are the EFFECTIVE kernels (masks and adapters applied, one layer at a time); factors of
-    neurons scale whole rows and drop out. Metrics: "layer_mean" [L], D of each layer, and "mean"
-    over the layers.
+    It reads the EFFECTIVE kernels (masks and adapters applied, one layer at a time); neuron factors
+    scale whole rows and cancel. Metrics: "layer_mean" [L], D of each layer, and "mean" over the
+    layers.
     """
 
     def function(params: dict) -> TermValue:
         stacks = kernels(params, PLACE)
         values = [by_layer(stack, similarity) for stack in stacks]
-        # Of a layer with experts the sum over them, one matrix each.
+        # For a layer with experts, the sum over their matrices.
         values = jnp.concatenate([x if x.ndim == 1 else jnp.sum(x, 1) for x in values])
         order = np.argsort([layer for stack in stacks for layer in stack.layers])
         layers = jax.lax.stop_gradient(values)[order]

@@ -10,7 +10,7 @@ from ffn_heterogeneity.wording import check_choice, check_number
 
 
 def layer_weights(n_layers: int, alpha: float) -> np.ndarray:
-    """w = softmax(alpha * (1, ..., L)), float64 [L]: 0 weighs all layers alike, large the last."""
+    """w = softmax(alpha * (1, ..., L)), float64 [L]; alpha 0: equal weights, large: the last."""
     exponents = alpha * (np.arange(n_layers) - (n_layers - 1.0))
     weights = np.exp(exponents)
     return weights / weights.sum()
@@ -21,18 +21,18 @@ def jreg_term(
 ) -> LossTerm:
     """L_disp = sum_l w_l Psi_l with w = softmax(alpha * (1..L)); loss = CE + lambda * L_disp.
 
-    Psi is averaged over the real tokens of the whole batch (probes/displacement.py, where the
-    paper's open points are decided), computed inside the layer scan: no stacked hidden states exist
-    and full rematerialisation keeps one scalar a layer. In float32. Metrics: "psi" [L] and, from
-    their averages, the jump rates "zeta_L", "zeta_L-1", "zeta_L-2" (percent). Another instance as a
-    monitor gives another reading of the norm or of the positions: in validation, where both share
-    one pass, and at no cost to the step.
+    Psi is averaged over the real tokens of the whole batch (see probes/displacement.py for choices
+    that the paper leaves open). It is computed inside the layer scan in float32: there are no
+    stacked hidden states, and full rematerialization saves one scalar per layer. Metrics: "psi" [L]
+    and, from their averages, the jump rates "zeta_L", "zeta_L-1", "zeta_L-2" (percent). A second
+    instance as a monitor reports another choice of the norm or of the positions: in validation,
+    where both share one pass, without cost for the step.
 
     Args:
       context: its weight is lambda; the paper tries 1, 2 and 3 and trains with 1.
       alpha: sharpness, >= 0; the paper tries 0, 0.1, 0.3, 0.5, 1, 3 and finds 1 best. Part of the
         compiled program, unlike lambda.
-      final_norm: h_L after the final norm, not before it (probes/displacement.py).
+      final_norm: use h_L after the final norm instead of before (probes/displacement.py).
       positions: "all" real tokens, or the "last" of each document.
 
     Raises:

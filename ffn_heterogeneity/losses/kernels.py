@@ -1,4 +1,4 @@
-"""The effective kernels that losses on weights read, layer by layer, stacked ones together."""
+"""Effective kernels for losses on weights, by layer; stacked ones together."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Kernels(NamedTuple):
 
 
 def pattern(place: str, chosen: frozenset[int] | None) -> str:
-    """Matches the kernel at `place` and its adapters' leaves; never its bias."""
+    """Regex for the kernel at `place` and its adapters' leaves, but not its bias."""
     listed = r"\d+" if chosen is None else "|".join(map(str, sorted(chosen)))
     return rf"^(?:stack/segment_\d+/slot_\d+|layers/(?:{listed}))/{place}/(?!bias$)[^/]+$"
 
@@ -30,7 +30,7 @@ def kernels(params: dict, place: str) -> list[Kernels]:
     for slot in slots(params):
         leaves = subtree(slot.tree, place)
         if leaves is not None:
-            # The bias is no part of a kernel, and lax.map below would slice it for nothing.
+            # Without the bias, which lax.map below would slice unnecessarily.
             leaves = {name: leaf for name, leaf in leaves.items() if name != "bias"}
             result.append(Kernels(slot.layers, leaves, slot.stacked))
     return result
@@ -42,7 +42,7 @@ def layer_count(params: dict) -> int:
 
 
 def by_layer(stack: Kernels, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """`function` of every effective kernel, [layers, ...]; it takes [..., m, n]."""
+    """Apply `function`, which takes [..., m, n], to every effective kernel: [layers, ...]."""
 
     def value(leaves):
         return function(effective_kernel(leaves))

@@ -1,11 +1,10 @@
-"""States of a compressed model drawn to the whole one's, layer by layer (MLP Fusion, equation 10).
+"""Layer-wise distillation of a compressed model (MLP Fusion, equation 10).
 
     mean over layers, tokens and the hidden dimension of (h_l - h'_l)^2
 
-h_l is the residual stream after block l, h'_l the teacher's: the same model with the blocks that it
-had before they were compressed, under the root `teacher/` (`surgery.teacher`), without dropout and
-without a gradient. The paper sums over layers; padding counts nowhere (it does in the authors'
-code).
+h_l is the residual stream after block l, h'_l that of the teacher: the same model with the
+uncompressed blocks, under the root `teacher/` (`surgery.teacher`), without dropout and without a
+gradient. The paper sums over layers; padding does not count (it does in the authors' code).
 """
 
 import functools
@@ -24,31 +23,31 @@ from ffn_heterogeneity.probes.displacement import counted_tokens
 from ffn_heterogeneity.tree import TEACHER, replaced, subtree
 from ffn_heterogeneity.wording import check_choice
 
-# The residual stream after the block (layer-wise tuning), or what the FFN returns ("maintain
-# output", Table XIV).
+# The residual stream after the block (layer-wise tuning), or the FFN's output ("maintain output",
+# Table XIV).
 STATES: dict[str, Callable[[Any], jax.Array]] = {
     "block": lambda seen: seen.block_output,
     "ffn": lambda seen: seen.ffn_output,
 }
-# "Maintain NTK gradient" of that table, whose form is not printed: the gradients of the task's loss
-# with respect to what each FFN returns, in units of the teacher's root mean square [ours]. A step
-# takes second derivatives.
+# "Maintain NTK gradient" of that table, whose formula is not printed: the gradients of the task's
+# loss with respect to each FFN's output, in units of the teacher's root mean square [ours]. A step
+# computes second derivatives.
 GRADIENT = "gradient"
 
 
 def layerwise_term(
     context: TermContext, states: str = "block", sum_hidden: bool = False
 ) -> LossTerm:
-    """The mean over layers and tokens of the squared differences to the teacher's states.
+    """Mean over layers and tokens of the squared differences from the teacher's states.
 
-    Metrics: "layers" [L], of each layer.
+    Metrics: "layers" [L], the value of each layer.
 
     Args:
-      states: of `STATES`, or `GRADIENT`, which needs labels.
-      sum_hidden: the sum over the hidden dimension instead of its mean (the authors' code).
+      states: a name of `STATES`, or `GRADIENT`, which needs labels.
+      sum_hidden: sum over the hidden dimension instead of the mean (the authors' code).
 
     Raises:
-      ValueError: no such states; when traced: there is no teacher.
+      ValueError: no such states; when traced: no teacher.
     """
     check_choice("states", states, (*STATES, GRADIENT))
     own = Probe("layerwise", functools.partial(_apart, states, sum_hidden))
@@ -88,20 +87,20 @@ def layerwise_term(
 
 
 def _shown(look: Callable[[Any], jax.Array], seen: Any, batch: dict, _: Any) -> tuple:
-    """(states, real) of a layer's own rows, several of which an objective may have joined."""
+    """(states, mask of real tokens) of a layer's rows, which an objective may have packed."""
     states_btd = look(seen)
     return states_btd, counted_tokens(batch, states_btd.shape[:2])["all"]
 
 
 def _loss_of_rows(outputs: dict, batch: dict) -> jax.Array:
-    """The sum over rows: cross-entropy of their labels, or the squared error of their numbers."""
+    """Sum over rows: cross-entropy of their labels, or squared error of their numbers."""
     several = outputs["predictions"].shape[1] > 1
     term = (classification_term if several else regression_term)(TermContext("labels"))
     return term.function({}, outputs, batch).total
 
 
 def _apart(states: str, sum_hidden: bool, seen: Any, batch: dict, taught_btd: jax.Array) -> dict:
-    """Sums and counts of a layer; of gradients it is handed the differences."""
+    """Sums and counts of a layer; for gradients, `taught_btd` are the differences."""
     wide = jnp.promote_types(taught_btd.dtype, jnp.float32)
     apart_btd = taught_btd.astype(wide)
     if states != GRADIENT:
@@ -115,10 +114,10 @@ def _apart(states: str, sum_hidden: bool, seen: Any, batch: dict, taught_btd: ja
 
 
 def teacher_of(config: ModelConfig | None, params: dict) -> tuple[ModelConfig, dict]:
-    """(its config, its tree): the student's, but for the blocks under `teacher/`.
+    """Return the teacher's (config, tree): the student's with the blocks under `teacher/`.
 
     Raises:
-      ValueError: there are none.
+      ValueError: no such blocks.
     """
     if config is None or TEACHER not in params:
         raise ValueError("loss 'layerwise' needs a teacher: config.prepare=(.., 'teacher')")

@@ -1,4 +1,4 @@
-"""The language-modelling loss as a term; what it computes is in `cross_entropy.py`."""
+"""The language-modeling loss as a term; `cross_entropy.py` computes it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from ffn_heterogeneity.wording import check_choice
 
 
 def nll_term(context: TermContext, reduction: str = "mean") -> LossTerm:
-    """The language-modelling loss.
+    """The language-modeling loss.
 
-    The NUCL paper does not state its reduction (its equations sum over the sequence). Chosen here:
-    "mean" over target tokens (default), or "sum": summed over the target tokens of each document in
-    a row, mean over those (running text cut into rows counts one document per row it touches).
-    Both are sums over sums, exact under accumulation.
+    The NUCL paper does not state its reduction (its equations sum over the sequence). Here it is
+    "mean" over target tokens (default), or "sum": the sum over the target tokens of each document
+    in a row, and the mean over documents (running text counts as one document in each of its rows).
+    Both are ratios of sums, exact under accumulation.
 
     Metrics: "accuracy" of the next token ("mean" only; a sum like the total, divided by the same
     denominator).
@@ -45,12 +45,12 @@ def nll_term(context: TermContext, reduction: str = "mean") -> LossTerm:
 
 
 def _documents(batch: dict) -> jax.Array:
-    """Number of documents with at least one target; a row is one where nothing says otherwise."""
+    """Number of documents with at least one target; without segments a row is one document."""
     mask_bt = batch["loss_mask"]
     segments_bt = batch.get("segment_ids")
     if segments_bt is None:
         return jnp.sum(jnp.any(mask_bt, axis=1), dtype=jnp.float32)
-    # Documents count from 1 along a row: one is new where no earlier target has its number.
+    # Documents are numbered from 1 in a row: a target starts one if no earlier has its number.
     seen_bt = lax.cummax(jnp.where(mask_bt, segments_bt, 0), axis=1)
     before_bt = jnp.pad(seen_bt, ((0, 0), (1, 0)))[:, :-1]
     return jnp.sum(mask_bt & (segments_bt > before_bt), dtype=jnp.float32)

@@ -1,6 +1,6 @@
 """NUCL, outgoing connection heterogeneity (Stahlberg & Kumar): sums, loss term, statistics.
 
-The formulas, their closed-form gradients and what happens on degenerate rows: `nucl_rows.py`.
+See `nucl_rows.py` for the formulas, closed-form gradients and degenerate rows.
 """
 
 import functools
@@ -61,8 +61,8 @@ def nucl_term(
     """NUCL over chosen matrices of chosen layers (equation 6, Table 3): a term on parameters.
 
     total = SUM over layers, targets and rows of the variant; denominator 1. Rows are those of the
-    EFFECTIVE kernels (masks and adapters applied, one layer at a time); factors of neurons
-    scale whole rows and drop out.
+    EFFECTIVE kernels (masks and adapters applied, one layer at a time); neuron factors scale whole
+    rows and cancel.
 
     Metrics, from the same reductions (under the term's name): "<variant>/<target>/layer_mean"
     [layers that hold the target, in order] and "<variant>/<target>/mean" over the rows acted on.
@@ -71,8 +71,8 @@ def nucl_term(
     Args:
       context: its weight is the paper's alpha; on a mesh of several devices see `nucl_rows`.
       variant: "ent", "gini" or "mstd".
-      targets: of "ffn_out" (rows of W, one per inner neuron), "ffn_in_linear" (U), "ffn_in_gated"
-        (G), "attention_out" (rows of the attention's output kernel).
+      targets: names among "ffn_out" (rows of W, one per inner neuron), "ffn_in_linear" (U),
+        "ffn_in_gated" (G), "attention_out" (rows of the attention's output kernel).
       axis: for the two incoming kernels, where the paper does not say which axis is the row:
         "neurons" (chosen here) one distribution per inner neuron over its incoming weights,
         "outputs" one per input over the neurons.
@@ -130,13 +130,13 @@ def _target_value(params, target, rows_of, along, chosen):
             # A mask and not a selection: selecting would copy stacked weights.
             factors = np.asarray(keep, np.float32).reshape(-1, *[1] * (rows.ndim - 1))
             total = total + jnp.sum(rows * factors)
-        # Of a layer with experts the rows of all of them: [layers, E, rows].
+        # For layers with experts, the rows of all of them: [layers, E, rows].
         means.append(jnp.mean(jax.lax.stop_gradient(rows), axis=tuple(range(1, rows.ndim))))
         order += stack.layers
         count_rows += sum(keep) * math.prod(rows.shape[1:])
     if not count_rows:
         raise ValueError(f"NUCL target {target!r}: none of the layers {sorted(chosen)} holds it")
-    # Whole arrays: picked apart layer by layer the program would grow with depth.
+    # Whole arrays, because a program that splits them by layer would grow with depth.
     layer_mean = jnp.concatenate(means)[np.argsort(order)]
     mean = jax.lax.stop_gradient(total) / count_rows
     return total, {"layer_mean": layer_mean, "mean": mean}

@@ -1,4 +1,4 @@
-"""NUCL's row statistics in float64 on the host: what decides which neurons go, and reports.
+"""NUCL's row statistics in float64 on the host, for the choice of neurons and for reports.
 
 r_i = |W_i| / sum_j |W_ij|. The differentiable float32 form of the same formulas is `nucl_rows.py`.
 """
@@ -27,9 +27,9 @@ def exact_kernel(leaves: dict, name: str = "ffn/down/kernel") -> np.ndarray:
 
 
 def distributions(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(r [m, n], dead [m]): the rows of |W| normalised to sum 1; dead rows are left at 0."""
+    """(r [m, n], dead [m]): the rows of |W| normalized to sum 1; dead rows stay 0."""
     magnitudes = np.abs(weights)
-    # Dividing by the largest first keeps rows of 1e-300 from vanishing in the sum.
+    # Divided by the largest first, so that sums of rows of 1e-300 do not underflow.
     largest = magnitudes.max(axis=1, keepdims=True)
     dead = largest[:, 0] == 0
     magnitudes /= np.where(largest > 0, largest, 1.0)

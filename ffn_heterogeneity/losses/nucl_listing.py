@@ -1,8 +1,8 @@
-"""The NUCL paper's listing, as printed: the reference for tests and benchmarks, nothing else.
+"""The NUCL paper's listing, as printed; used only as a reference in tests and benchmarks.
 
-Differentiated automatically it is slow, and it breaks where `losses/nucl.py` does not: an all-zero
-row is NaN in all three, a uniform row has an infinite mstd gradient, a zero weight an infinite ent
-gradient. Training never calls it.
+With automatic differentiation it is slow, and fails in cases that `losses/nucl.py` handles: an
+all-zero row is NaN in all three, a uniform row has an infinite mstd gradient, a zero weight an
+infinite ent gradient. Training never calls it.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""NUCL row by row: how unequal the connections of each neuron are (Stahlberg & Kumar).
+"""NUCL statistics of rows: heterogeneity of each neuron's connections (Stahlberg & Kumar).
 
 For a row w of n weights, with Z = sum |w|, r = |w| / Z and q = sum r^2 = (sum w^2) / Z^2:
 
@@ -7,20 +7,20 @@ For a row w of n weights, with Z = sum |w|, r = |w| / Z and q = sum r^2 = (sum w
     mstd = -std(r) = -sqrt((q - 1/n) / n)            dmstd/dw_j = -sign(w_j) (r_j - q) / (n s Z),
                                                      s = std(r) over the row (population)
 
-Minimising any of the three makes the row less uniform. The penalty is the SUM over rows and over
+Minimizing any of the three makes the row less uniform. The penalty is the SUM over rows and over
 every targeted matrix of every layer (equation 6). Gradients are closed form: the forward pass reads
 the weights once, the backward pass reads them once and writes the gradient once; three numbers per
 row are saved in between.
 
-Where the paper's listing breaks, this does not (chosen here): an all-zero row (a removed or padded
-neuron) contributes 0 with gradient 0; a uniform row has mstd 0 with gradient 0; a weight that is
-exactly 0 has gradient 0; rows of 1e-24 or 1e38 neither underflow nor overflow. Rows whose largest
-weight is below about 1e-30 count as all-zero (1 / Z would leave float32).
+Degenerate rows, where the paper's listing fails, are handled as follows: an all-zero row (a removed
+or padded neuron) contributes 0 with gradient 0; a uniform row has mstd 0 with gradient 0; a weight
+that is exactly 0 has gradient 0; rows of 1e-24 or 1e38 neither underflow nor overflow. Rows whose
+largest weight is below about 1e-30 count as all-zero (1 / Z would overflow float32).
 
-Rows cut over the devices of a mesh take the form `sharded`: first Z, then the sums of r itself,
-each one all-reduce of a number a row. It has no branch (a predicate over all rows would be a third
-all-reduce, and its slow branch four more), reads the weights once more, and r is in range and
-centred whatever the row's scale.
+Rows sharded over the devices of a mesh use the form `sharded`: first Z, then the sums of r itself,
+each one all-reduce of one number per row. It has no branch (a predicate over all rows would be a
+third all-reduce, and its slow branch four more) and reads the weights once more; r is in range and
+centered for any scale of the row.
 """
 
 import functools
@@ -32,8 +32,8 @@ from jax import lax
 
 VARIANTS = ("ent", "gini", "mstd")
 
-# Rows with a coefficient of variation below this are computed with centred sums: in
-# q - 1/n too many digits would cancel. Gaussian weights have sqrt(pi/2 - 1) = 0.76.
+# Rows with a coefficient of variation below this are computed with centered sums, because too many
+# digits of q - 1/n would cancel. Gaussian weights have sqrt(pi/2 - 1) = 0.76.
 _NEARLY_UNIFORM = 0.22
 
 
@@ -45,9 +45,8 @@ def nucl_rows(
     Args:
       w: [..., m, n] weights of any float dtype.
       variant: "ent" (nats), "gini" or "mstd" (both without unit).
-      axis: the axis a distribution lies along: -1, or -2 for one distribution per column. No copy
-        is made for either.
-      sharded: the weights are cut over several devices.
+      axis: axis of a distribution: -1, or -2 for one distribution per column. Neither needs a copy.
+      sharded: whether the weights are sharded over several devices.
 
     Returns:
       [..., m] for axis -1, [..., n] for axis -2; float32 (float64 for float64 weights).
@@ -108,8 +107,8 @@ def _rows_bwd(variant, axis, sharded, residuals, cotangent):
 _rows.__wrapped__.defvjp(_rows_fwd, _rows_bwd)
 
 
-# Per-row statistics. Each has a fast form for ordinary rows, one read of the weights; where some
-# row is out of its range, `lax.cond` runs a slower one, rescaled row by row, for those.
+# Per-row statistics. Each has a fast form for ordinary rows, with one read of the weights. If some
+# row is out of its range, `lax.cond` runs a slower form, rescaled per row, for those.
 
 
 def _variation(w, axis):
@@ -138,7 +137,7 @@ def _rescaled_variation(w, axis):
     """`_variation` for rows of any scale and uniformity, from |w| over its mid-range.
 
     Differences from the mid-range are exactly 0 in a uniform row and small in a nearly uniform one,
-    so that nothing cancels.
+    so there is no cancellation.
     """
     n = w.shape[axis]
     alive, middle, scale = _row_scale(w, axis)
@@ -182,7 +181,7 @@ def _rescaled_entropy(w, axis):
 
 
 def _sharded_variation(w, axis):
-    """`_variation` in two passes: Z, then the centred second moment of r."""
+    """`_variation` in two passes: Z, then the centered second moment of r."""
     r, _, inv, alive = _proportions(w, axis)
     n = w.shape[axis]
     cv = jnp.sqrt(n * jnp.sum(jnp.square(r - 1 / n), axis))
@@ -198,7 +197,7 @@ def _sharded_entropy(w, axis):
 
 def _proportions(w, axis):
     """(r, log Z, 1 / Z, not all-zero); r = 0 and 1 / Z = 0 in an all-zero row."""
-    # Shrunk, so that no sum of the hugest weights overflows; 1e-30 still stays a normal number.
+    # Scaled down, so that sums of the largest weights do not overflow; 1e-30 stays normal.
     shrink = 2.0**-20
     a = _magnitude(w)
     z = jnp.sum(a * shrink, axis)
@@ -207,21 +206,21 @@ def _proportions(w, axis):
     z = jnp.where(alive, z, 1)
     huge = z > 0.125 * shrink / tiny  # 1 / Z would be subnormal, which processors flush to 0
     inv = jnp.where(alive, jnp.where(huge, 1, shrink) / z, 0)
-    # A factor of each row: a constant the compiler would move over to `inv`, and be back at 1 / Z.
+    # One factor per row: the compiler would merge a constant into `inv`, which gives 1 / Z again.
     kept = jnp.expand_dims(jnp.where(huge, shrink, 1), axis)
     r = a * kept * jnp.expand_dims(inv, axis)
     return r, jnp.log(z) - np.log(shrink), inv * jnp.where(huge, shrink, 1), alive
 
 
 def _no_noise(cv):
-    """Below a few roundings the row is uniform: 0 rather than noise."""
+    """Return 0 instead of rounding noise for a coefficient of variation of a few roundings."""
     return jnp.where(cv > 4 * jnp.finfo(cv.dtype).eps, cv, 0)
 
 
 def _row_scale(w, axis):
-    """(the row is not all-zero, m = (max |w| + min |w|) / 2, about 1 / m or 0), one read.
+    """(the row is not all-zero, m = (max |w| + min |w|) / 2, about 1 / m or 0), in one read.
 
-    "About": the reciprocal of the hugest m would be subnormal, which processors flush to 0.
+    "About": the reciprocal of the largest m would be subnormal, which processors flush to 0.
     """
     a = _magnitude(w)
     infinity = jnp.asarray(jnp.inf, a.dtype)
@@ -250,15 +249,15 @@ def _wide(w):
 
 
 def _sums(x, y, axis, longest, lanes=16):
-    """(sum x, sum y) along `axis`, of two arrays made from one, in one read of it."""
+    """(sum x, sum y) along `axis`, of two arrays computed from the same one, in one read."""
 
     def plain(x, y):
         return jnp.sum(x, axis), jnp.sum(y, axis)
 
     def cpu(x, y):
-        # GPU and TPU compilers merge the two sums of `plain` into one read; XLA:CPU does so only
-        # for one reduction of pairs, and vectorises that only where the reduced axis is short and
-        # not the last one. So: runs of up to `longest` first, then their sums.
+        # GPU and TPU compilers merge the two sums of `plain` into one read. XLA:CPU does so only
+        # for one reduction of pairs, and vectorizes that only if the reduced axis is short and not
+        # the last one. So runs of up to `longest` are summed first, then their sums.
         # Longer runs and fewer lanes need less memory, and are slower.
         size, across = x.shape[axis], lanes if axis == -1 else 1
         if size % across:

@@ -1,4 +1,4 @@
-"""Losses of learned sparsity: the size that gates keep (FLOP), the norm of scores (GEM-MINER)."""
+"""Losses of learned sparsity: size kept by gates (FLOP), norm of scores (GEM-MINER)."""
 
 from collections.abc import Iterator
 
@@ -14,11 +14,11 @@ from ffn_heterogeneity.wording import check_number
 
 
 def size_term(context: TermContext, target: float = 0.25) -> LossTerm:
-    """lambda_1 (s - target) + lambda_2 (s - target)^2, which the multipliers ascend.
+    """lambda_1 (s - target) + lambda_2 (s - target)^2, with gradient ascent on the multipliers.
 
-    s = sum (in + out) L0 / sum (in + out) rank, the expected share of the factors' parameters that
-    the gates keep. The multipliers are leaves whose gradient is reversed, 0 at first, so that both
-    grow until s is the target. Metrics: "kept_share" and "multipliers" [2].
+    s = sum (in + out) L0 / sum (in + out) rank is the expected share of the factors' parameters
+    that the gates keep. The multipliers are leaves with a reversed gradient that start at 0, so
+    both grow until s equals the target. Metrics: "kept_share" and "multipliers" [2].
 
     Raises:
       ValueError: a target outside (0, 1); when traced: no kernel has gates.
@@ -46,7 +46,7 @@ def size_term(context: TermContext, target: float = 0.25) -> LossTerm:
 
 
 def score_norm_term(context: TermContext) -> LossTerm:
-    """||score||^2 over all scores. Metrics: "kept_share", of the weights with one above 1/2."""
+    """||score||^2 over all scores. Metrics: "kept_share", the share of scores above 1/2."""
 
     def function(params: dict) -> TermValue:
         scores = [leaves["score"] for leaves in _with(params, "score")]
@@ -59,8 +59,8 @@ def score_norm_term(context: TermContext) -> LossTerm:
 
 
 def _with(params: dict, name: str) -> Iterator[dict]:
-    """The leaves of every kernel that has one of that name."""
+    """The leaves of every kernel that has a leaf of that name."""
     found = [x for slot in slots(params) for _, x in nodes(slot.tree, lambda node: name in node)]
     if not found:
-        raise ValueError(f"no kernel has a leaf {name!r}: config.prepare puts it in")
+        raise ValueError(f"no kernel has a leaf {name!r}: add it with config.prepare")
     yield from found

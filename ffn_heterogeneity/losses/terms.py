@@ -20,13 +20,13 @@ from ffn_heterogeneity.wording import check_choice, check_known, check_number
 class TermValue(NamedTuple):
     """The value of a term: `total / denominator`.
 
-    Sum and denominator stay apart so that accumulation, packing and data parallelism are exact:
-    both are summed over micro-batches and devices before they are divided.
+    Total and denominator are separate so that accumulation, packing and data parallelism are exact:
+    both are summed over micro-batches and devices before the division.
 
     Attributes:
       total: scalar float32.
       denominator: scalar float32; must not depend on the parameters.
-      metrics: name -> array, what comes free with the computation (never differentiated).
+      metrics: name -> array, values available without extra cost (never differentiated).
     """
 
     total: jax.Array
@@ -36,13 +36,13 @@ class TermValue(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TermContext:
-    """The facts of a run that every term may use, in addition to its own settings.
+    """Facts of a run that every term may use, in addition to its settings.
 
     Attributes:
-      name: of this instance; prefix of its metrics. Two instances of one term have two names.
+      name: name of this instance and prefix of its metrics. Two instances of a term have two names.
       weight: a key of `hyper` (so that a sweep never recompiles), or a constant.
       model: the model's config.
-      mesh: of the devices that the parameters and batches are cut over; None: one device.
+      mesh: mesh over which parameters and batches are sharded; None: one device.
     """
 
     name: str
@@ -62,15 +62,15 @@ class LossTerm:
       weight: a key of `hyper` (so that a sweep never recompiles), or a constant.
       on: "outputs" terms see every micro-batch; "params" terms are added once per optimiser step.
       probes: the probes whose results it reads from `outputs["probes"]`.
-      targets: regular expressions of the parameter paths a "params" term acts on; one that matches
-        no trainable leaf is an error when the train step is built.
-      derived: for `on="outputs"`: from its own metrics, averaged over all tokens of the step or of
-        the validation data, to those that are reported (jump rates are no averages themselves).
+      targets: regular expressions of the parameter paths of a "params" term; one that matches no
+        trainable leaf is an error when the train step is built.
+      derived: for `on="outputs"`: maps its metrics, averaged over all tokens of the step or of the
+        validation data, to further reported metrics (jump rates are not averages).
       per_layer: (params, batch, forward) -> {name of one of its probes: tree of [L, ...] leaves},
-        which the probe is handed layer by layer (a teacher's states, learnt weights of layers).
+        which the probe gets layer by layer (a teacher's states, learned weights of layers).
         `forward(params, batch, probes=)` is the run's (`train.objectives.Forward`),
         `forward.of(config)` that of a model of other widths, and
-        `forward.nudged(params, batch, nudges)` has nudges added to the outputs of the FFNs.
+        `forward.nudged(params, batch, nudges)` adds nudges to the outputs of the FFNs.
     """
 
     name: str
@@ -88,17 +88,17 @@ class LossTerm:
             raise ValueError(f"term {self.name!r}: probes={self.probes!r} must be of type Probe")
 
     def __call__(self, *seen: Any) -> TermValue:
-        """What `function` returns.
+        """Call `function`.
 
         Raises:
-          ValueError: that is no `TermValue`, or it reads what is not there.
+          ValueError: it does not return a `TermValue`, or reads a missing entry.
         """
         try:
             value = self.function(*seen)
         except KeyError as error:
             raise ValueError(
-                f"loss term {self.name!r} reads {error}, which is not there: what it reads of "
-                "outputs['probes'] must be among its LossTerm(probes=...), losses/terms.py"
+                f"loss term {self.name!r} reads {error}, which does not exist: all that it reads "
+                "of outputs['probes'] must be in its LossTerm(probes=...), losses/terms.py"
             ) from error
         two = value[:2] if isinstance(value, TermValue) else ()
         if [*map(np.shape, two)] != [(), ()] or not isinstance(value.metrics, dict):
@@ -111,7 +111,7 @@ class LossTerm:
 
 
 def key_of_weight(name: str) -> str:
-    """The key of `hyper`, and of the config, that holds a loss's weight."""
+    """Key of `hyper` and of the config for a loss's weight."""
     return f"losses.{name}.weight"
 
 
@@ -119,13 +119,13 @@ def weights_of(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """`{"losses.<name>.weight": weight}` of the groups of losses that are built.
 
     Raises:
-      ValueError: a group has no weight, or one that is negative or not finite.
+      ValueError: a group without a weight, or with a negative or non-finite one.
     """
     weights = {}
     for name, group in losses.items():
         key = key_of_weight(name)
         if "weight" not in group:
-            raise ValueError(f"{key} is not given: a loss needs one (None: it is left out)")
+            raise ValueError(f"{key} is missing: a loss needs a weight (None disables the loss)")
         if group["weight"] is not None:
             check_number(key, group["weight"], "[0, inf)")
             weights[key] = float(group["weight"])
@@ -133,7 +133,7 @@ def weights_of(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def strict(term: Callable[..., LossTerm]) -> Callable[..., LossTerm]:
-    """The term, which rejects a setting that its signature lacks and names the nearest."""
+    """Wrap a term so that it rejects unknown settings and names the nearest known one."""
     names = [*inspect.signature(term).parameters][1:]
 
     @functools.wraps(term)
@@ -145,16 +145,16 @@ def strict(term: Callable[..., LossTerm]) -> Callable[..., LossTerm]:
 
 
 def probe_term(context: TermContext, probe: Probe) -> LossTerm:
-    """A monitor of what a probe sees, and no loss (its total is 0).
+    """A monitor that reports a probe, not a loss (its total is 0).
 
     Metrics: every "sum" among the probe's results, divided by the "count" next to it, over all
-    tokens, [L]: "mean", or "<group>/mean" where the results are grouped.
+    tokens, [L]: "mean", or "<group>/mean" if the results are grouped.
 
     Raises:
-      ValueError: a probe of kind "example", whose rows are no sums.
+      ValueError: a probe of kind "example", whose rows are not sums.
     """
     if probe.kind != "sum":
-        raise ValueError(f"probe {probe.name!r} gives a row an example: it has no average")
+        raise ValueError(f"probe {probe.name!r} returns one row per example: it has no average")
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         seen = flatten(outputs["probes"][probe.name])

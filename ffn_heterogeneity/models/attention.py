@@ -1,4 +1,4 @@
-"""Attention, causal or not: grouped queries, rotary, windows, soft-caps, QK-norm, packed rows."""
+"""Attention, causal or bidirectional: grouped queries, rotary, windows, soft-caps, packed rows."""
 
 import dataclasses
 import functools
@@ -29,20 +29,19 @@ KERNELS = ("auto", "xla", "plain", "cudnn", "splash")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """The keys that each query sees, and what a kernel may skip without reading it.
+    """The keys that each query sees, and static facts that let kernels skip keys.
 
-    An array inside a compiled program has no values to check, so what holds of every place of it
-    is said beside it. `Mask(array)` claims nothing and suits the plain and the fused kernel.
+    Traced masks cannot be inspected; static facts about them are stored here. `Mask(array)` states
+    no facts and works with the plain and the fused kernel.
 
     Attributes:
       visible: bool [B or 1, T, S].
-      causal: no query of a row sees a key that stands after it in the row.
-      both_ways: a query may see keys on both sides of it: nothing of a row may be skipped.
-      window: w: no query of a row sees a key that stands w or more places before it; None: no such
-        bound.
-      in_order: `causal`, `window` and `segments` say all that `visible` does, of rows that are
-        read.
-      segments: int [B, T], the numbers of the row's documents, or None: one a row.
+      causal: no query sees a key after it in the row.
+      both_ways: queries may see keys on both sides, so no key may be skipped.
+      window: w: no query sees a key w or more positions before it; None: no such bound.
+      in_order: `causal`, `window` and `segments` describe `visible` completely, for rows that are
+        not padding.
+      segments: int [B, T], document number of each position, or None: one document per row.
     """
 
     visible: jax.Array
@@ -61,7 +60,7 @@ def attention_mask(
     kv_segments_bs: jax.Array | None = None,
     causal: bool = True,
 ) -> Mask:
-    """The mask [B, T, S] of positions, a window and packed documents.
+    """Build the mask [B, T, S] of positions, a window and packed documents.
 
     Query at position t sees key at position s of the same segment if s <= t (`causal`) and, with a
     window w, |t - s| < w. Queries and keys may differ in number (a KV cache: S > T).
@@ -78,9 +77,9 @@ def attention_mask(
 
 
 def tree_mask(subtree_ends_bt: jax.Array) -> jax.Array:
-    """Ancestors in rows of tokens in depth-first order: bool [B, T, S].
+    """Mask of ancestors in trees of tokens in depth-first order: bool [B, T, S].
 
-    Place t lies below place s (or is it) iff s <= t < subtree_ends[s].
+    Position t is in the subtree of position s (or equal to it) iff s <= t < subtree_ends[s].
     """
     places = jnp.arange(subtree_ends_bt.shape[1])
     before = places[None, None, :] <= places[None, :, None]
@@ -90,18 +89,18 @@ def tree_mask(subtree_ends_bt: jax.Array) -> jax.Array:
 def with_kernel(
     options: RunOptions, config: ModelConfig, length: int, in_order: bool = True
 ) -> RunOptions:
-    """`options` with the kernel that its `attention` means, from static facts only.
+    """Return `options` with the kernel that its `attention` selects, from static facts only.
 
-    "auto" is, where heads and rows fit them, cuDNN's fused kernel on a GPU (half precision, no
-    soft-cap, heads of at most 128, 256 on Hopper and later) and splash attention on a TPU (rows of
-    a multiple of 128 places); "xla", the blocked form, everywhere else.
+    If heads and rows are suitable, "auto" selects cuDNN's fused kernel on a GPU (half precision, no
+    soft-cap, heads of at most 128, 256 on Hopper and later) and splash attention on a TPU (row
+    lengths that are multiples of 128). Otherwise it selects "xla", the blocked form.
 
     Args:
       length: T.
       in_order: as in `Mask`.
 
     Raises:
-      ValueError: an unknown name, or a kernel asked for that cannot do it.
+      ValueError: an unknown name, or a kernel that does not support the model or rows.
     """
     name = options.attention
     check_choice("attention kernel", name, KERNELS)
@@ -116,7 +115,7 @@ def with_kernel(
     fits_splash = causal and in_order and length % splash.LANES == 0
     if name == "splash" and not fits_splash:
         raise ValueError(
-            f"splash attention is of rows in order, a multiple of {splash.LANES} places long, not "
+            f"splash attention needs ordered rows, their length a multiple of {splash.LANES}, got "
             f"{length}: use attention='auto' or 'xla'"
         )
     if name == "auto":
@@ -132,7 +131,7 @@ def with_kernel(
 
 
 def _largest_head() -> int:
-    """Of cuDNN's kernel, forward and backward, on this machine's cards; on others 128."""
+    """Largest head dimension of cuDNN's kernel on this machine's GPUs; otherwise 128."""
     if jax.default_backend() != "gpu":
         return 128
     return 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
@@ -146,7 +145,7 @@ def plain_attention(
     Query head n reads key head n // (N / K).
 
     Args:
-      drop: (key, rate): the probabilities lose elements in the product; None: they do not.
+      drop: (key, rate) of dropout on the probabilities; None: no dropout.
 
     Returns:
       (output [B, T, N, H] in q's dtype, probabilities [B, K, N/K, T, S] in float32).
@@ -159,10 +158,10 @@ def plain_attention(
 def cached_attention(
     q_btnh, k_bkhs, v_bksh, mask: Mask, *, scale: float, softcap=None, drop=None
 ) -> tuple:
-    """`plain_attention` on keys and values as a cache holds them (models/decoding.py).
+    """`plain_attention` on keys and values in a cache's layout (models/decoding.py).
 
-    The queries of one key head are the rows of one matrix product and stand first in it: XLA:CPU
-    has no fast kernel for it turned round, which is what einsum makes of "btkgh,bkhs->bkgts".
+    The queries of one key head are the rows, and the left operand, of one matrix product: XLA:CPU
+    has no fast kernel for the transposed form, which einsum makes of "btkgh,bkhs->bkgts".
     """
     q_bkgth = by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bkhs.shape[1])
     wide = jnp.promote_types(q_btnh.dtype, jnp.float32)
@@ -180,12 +179,12 @@ def cached_attention(
 def blocked_attention(
     q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None, drop=None
 ) -> jax.Array:
-    """`plain_attention` over blocks of queries that skip the keys no query of the block can see.
+    """`plain_attention` over blocks of queries, skipping keys that no query of the block can see.
 
-    Half the work of the plain form for a causal mask, and blocks that stay in a CPU's cache: 5-7
-    times faster there at T = 512. T queries on the same T keys (no cache): a query in row position
-    t sees keys in row positions t - window < s <= t only, packed documents included. Of a mask for
-    both ways no key is skipped.
+    For a causal mask it does half the work of the plain form, in blocks that fit a CPU's cache: 5-7
+    times faster there at T = 512. It is for T queries on the same T keys (no cache): the query at
+    row position t sees only keys at t - window < s <= t, also in packed rows. With a mask for both
+    directions no key is skipped.
 
     Reverse mode only: for forward-mode derivatives use `plain_attention`.
 
@@ -193,8 +192,8 @@ def blocked_attention(
       output [B, T, N, H] in q's dtype.
 
     Raises:
-      ValueError: a mask of which neither is known, or of keys other than the queries' own:
-        skipped keys would be missing from the result, and nothing would show it.
+      ValueError: a mask that is neither causal nor for both directions, or keys other than the
+        queries' own: skipped keys would be silently missing from the result.
     """
     if not isinstance(mask, Mask) or not (mask.causal or mask.both_ways):
         raise ValueError(
@@ -203,8 +202,8 @@ def blocked_attention(
         )
     if q_btnh.shape[1] != k_bskh.shape[1]:
         raise ValueError(
-            f"blocked attention ('xla') is of a row on itself, not of {q_btnh.shape[1]} queries on "
-            f"{k_bskh.shape[1]} keys: use attention='plain'"
+            f"blocked attention ('xla') needs the same queries and keys, got {q_btnh.shape[1]} "
+            f"queries and {k_bskh.shape[1]} keys: use attention='plain'"
         )
     # Heads before time: each (batch, kv head) is one matrix product.
     q_bkgth = by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2])
@@ -226,9 +225,9 @@ def blocked_attention(
 
 
 def sink_weights(q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None) -> jax.Array:
-    """The share of its attention that each query gives to the row's first key, float32 [B, T, N].
+    """Attention of each query to the row's first key, float32 [B, T, N].
 
-    Of the blocked form's own statistics: never T^2 numbers.
+    Computed from the statistics of the blocked form, without T^2 numbers.
     """
     q_bkgth = by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2])
     k_bksh, v_bksh = (x.transpose(0, 2, 1, 3) for x in (k_bskh, v_bskh))
@@ -260,7 +259,7 @@ def attend(
         )
         if not mask.in_order or mask.segments is not None:
             return fused(mask=mask.visible[:, None])
-        # Said in two words the mask lets the kernel skip what nobody sees.
+        # As two static flags, the mask lets the kernel skip invisible keys.
         window = None if mask.window is None else (mask.window - 1, 0)
         return fused(is_causal=True, local_window_size=window)
     if options.attention == "splash":
@@ -285,9 +284,9 @@ class Attention(nn.Module):
 
     Attributes:
       config: shapes.
-      options: how; its kernel is chosen (`with_kernel`).
-      with_weights: return the probabilities too (forces the plain form).
-      with_sinks: return `sink_weights` in their place.
+      options: run options with a chosen kernel (`with_kernel`).
+      with_weights: also return the probabilities (forces the plain form).
+      with_sinks: return `sink_weights` instead.
     """
 
     config: ModelConfig
@@ -299,13 +298,13 @@ class Attention(nn.Module):
     def __call__(self, x_btd, rotary, mask: Mask, cache=None, drop=None):
         """x [B, T, D], rotary tables, mask [B or 1, T, S] -> (y [B, T, D], weights, cache).
 
-        weights [B, K, N/K, T, S]: None where they are never whole (blocked and fused kernels); or
-        `sink_weights` [B, T, N].
+        weights [B, K, N/K, T, S]: None if they are never materialized (blocked and fused kernels);
+        or `sink_weights` [B, T, N].
 
-        `cache`: a `decoding.LayerCache`, which comes back with the new keys and values; None: S = T
-        keys, those of x.
+        `cache`: a `decoding.LayerCache`, returned with the new keys and values; None: S = T keys,
+        those of x.
 
-        `drop`: (key, rate) of the probabilities' dropout; None: none.
+        `drop`: (key, rate) of dropout on the probabilities; None: no dropout.
         """
         config = self.config
         linear = functools.partial(Linear, options=self.options)

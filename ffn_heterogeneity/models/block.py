@@ -16,29 +16,29 @@ from ffn_heterogeneity.models.linear import dropout as dropout
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
 
-# Parts of a layer's dropout key: the branches draw from 0 and 1, adapters from 2.
+# Parts of a layer's dropout key: the branches use 0 and 1, adapters 2.
 _PROBABILITIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerIO:
-    """The tensors of one layer that a probe may read. Unread fields cost nothing: XLA drops them.
+    """The tensors of one layer that a probe may read; XLA removes unread ones.
 
-    In a layer with `norm_placement` "post" the residual stream is what the norms return:
+    In a layer with `norm_placement` "post" the residual stream consists of the norms' outputs:
     attention_input is block_input, ffn_input is middle, and block_output is normed.
 
     Attributes:
       block_input, block_output: the residual stream before and after the block, [B, T, D].
-      attention_input, attention_output: what the attention sees (after its norm) and returns,
-        before its post-norm, [B, T, D].
+      attention_input, attention_output: the attention's input (after its norm) and output (before
+        its post-norm), [B, T, D].
       middle: the residual stream between the two branches, [B, T, D].
-      ffn_input: what the FFN's first kernels see (after its norm), [B, T, D].
+      ffn_input: the FFN's input (after its norm), [B, T, D].
       ffn_state: h, the intermediate state, before `neuron_scale`, [B, T, M].
-      ffn_output: what the FFN returns, before its post-norm, [B, T, D].
+      ffn_output: the FFN's output, before its post-norm, [B, T, D].
       attention_weights: float32 [B, K, N/K, T, S]; None unless a probe needs "attention_weights".
-      sink_weights: of attention, what goes to the row's first token, float32 [B, T, N]; None unless
-        a probe needs "sink_weights" (and none "attention_weights").
-      cache: the layer's keys and values after the call (models/decoding.py), where it was given.
+      sink_weights: attention to the row's first token, float32 [B, T, N]; None unless a probe needs
+        "sink_weights" (and none "attention_weights").
+      cache: the layer's keys and values after the call (models/decoding.py), if a cache was given.
       block_cosine: cos(block_input, block_output), float32 [B, T]; None unless a probe needs
         "block_cosine". Its gradient recomputes nothing (models/block_cosine.py).
       is_last: whether this is the model's last layer; a traced bool, since repeats share a body.
@@ -68,8 +68,8 @@ class Block(nn.Module):
     x + attention(norm_1(x)) + ffn(norm_2(x)). With `norm_placement` "post" the norms come after the
     sums: x = norm_1(x + attention(x)), then norm_2(x + ffn(x)).
 
-    Dropout, where asked for, falls on the two branches' outputs (NUCL gives 0.1 without saying
-    where; this is our choice), and with `attention_dropout` on the attention's probabilities.
+    Dropout applies to the two branches' outputs (NUCL uses 0.1 but does not state where; this is
+    our choice), and with `attention_dropout` to the attention's probabilities.
     """
 
     config: ModelConfig

@@ -1,19 +1,19 @@
-"""The cosine between a block's input and its output, whose gradient needs no recomputed output.
+"""Cosine between a block's input and its output, with a gradient that recomputes no output.
 
-Under full rematerialisation a layer keeps its input alone, and the backward pass computes the rest
-again, but never the last product of the block: nobody asks for the block's output. A loss on
-cos(h_{l-1}, h_l) would (its gradient holds h_l): 5% more operations, for a vector that lies in
-memory anyway, as the next layer's input. So the backward pass hands it down: every layer carries a
-`link`, shaped like the residual stream, that means nothing on the way forward; on the way back its
-"cotangent" is the next layer's input, which is this layer's output.
+With full rematerialization a layer saves only its input. The backward pass recomputes the rest,
+except the block's last product, because nothing needs the block's output. A loss on
+cos(h_{l-1}, h_l) would need it (its gradient contains h_l): 5% more operations, although the vector
+is in memory as the next layer's input. So the backward pass passes it on: every layer carries a
+`link`, shaped like the residual stream, whose forward value is meaningless. In the backward pass
+its "cotangent" is the next layer's input, which is this layer's output.
 
     h_{l-1}, link = lend(h_{l-1}, link)         back: link gets h_{l-1}, for the layer below
     h_l           = block(h_{l-1})
     cos, link     = linked_cosine(h_{l-1}, h_l, link)          back: link holds h_l
     ... and after the last layer:  h_L, seen = end_link(h_L, link, seen)
 
-Nothing but these functions may touch the link, and it starts as something that is batched and laid
-out like the residual stream. Reverse mode only.
+Only these functions may use the link. It starts as an array that is batched and sharded like the
+residual stream. Reverse mode only.
 """
 
 from typing import Any
@@ -22,22 +22,22 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# Three numbers a token that rematerialisation policies keep: with them nothing is computed again.
+# Three numbers per token that rematerialization policies save, so that nothing is recomputed.
 BLOCK_COSINE = "block_cosine"
 
 
 @jax.custom_vjp
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
-    """cos(a, b) over the last axis, at least float32; 0 with gradient 0 where a vector is zero.
+    """cos(a, b) over the last axis, at least float32; 0 with gradient 0 if a vector is zero.
 
-    Gradient: d cos / da = (b / |b| - cos a / |a|) / |a|, written so that nothing overflows that is
-    not the gradient itself.
+    Gradient: d cos / da = (b / |b| - cos a / |a|) / |a|, computed so that intermediate values do
+    not overflow.
     """
     return _scalars(a, b)[0]
 
 
 def _scalars(a, b) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(cos, 1 / |a|, 1 / |b|), all 0 where a vector is zero; at least float32."""
+    """(cos, 1 / |a|, 1 / |b|), all 0 if a vector is zero; at least float32."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     a, b = a.astype(wide), b.astype(wide)
     squares = [jnp.sum(x * x, -1) for x in (a, b)]
@@ -73,7 +73,7 @@ cosine.defvjp(_cosine_forward, _cosine_backward)
 
 @jax.custom_vjp
 def lend(x_btd: jax.Array, link_btd: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(x, link); on the way back the link is x."""
+    """Return (x, link); in the backward pass the link's cotangent is x."""
     return x_btd, link_btd
 
 
@@ -82,10 +82,10 @@ lend.defvjp(lambda x, link: ((x, link), x), lambda x, cts: (cts[0], x))
 
 @jax.custom_vjp
 def end_link(x_btd: jax.Array, link_btd: jax.Array, seen: Any) -> tuple[jax.Array, Any]:
-    """(x, seen); on the way back the link is x.
+    """Return (x, seen); in the backward pass the link's cotangent is x.
 
-    `seen`: what was computed from the cosines. A loss on nothing else differentiates through it
-    alone, and must still come by here.
+    `seen`: the probes' values computed from the cosines. Must be called even if the loss uses only
+    `seen`: the gradient flows through `link`.
     """
     return x_btd, seen
 
@@ -101,13 +101,13 @@ end_link.defvjp(lambda x, link, seen: ((x, seen), x), _end_backward)
 def linked_cosine(
     input_btd: jax.Array, output_btd: jax.Array, link_btd: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(cos(input, output) [B, T], link); `cosine` whose backward pass takes the output from it."""
+    """(cos(input, output) [B, T], link): `cosine` with the output from the link when backward."""
     return cosine(input_btd, output_btd), link_btd
 
 
 def _linked_forward(a, b, link):
     scalars = tuple(checkpoint_name(x, BLOCK_COSINE) for x in _scalars(a, b))
-    # Not b: then it would be kept, or computed again.
+    # Without b, which would be saved or recomputed.
     return (scalars[0], link), (a, scalars)
 
 

@@ -1,6 +1,7 @@
-"""Attention over blocks of queries that skip the keys no query of the block can see.
+"""Attention over blocks of queries, skipping keys that no query of the block can see.
 
-Of a causal mask those after the block, of a window those before it; of any other mask none.
+With a causal mask, keys after the block are skipped, with a window also those before it; with any
+other mask none.
 """
 
 import functools
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from ffn_heterogeneity.models.kept import named
 
 MIN_BLOCK = 128
-# What the backward pass needs beside q, k and v: for rematerialisation policies.
+# Names of the backward pass's residuals in addition to q, k, v, for rematerialization policies.
 ATTENTION_RESIDUALS = "attention_residuals"
 
 
@@ -22,18 +23,18 @@ def by_key_head(q_btnh: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def by_query_head(x_bkgth: jax.Array) -> jax.Array:
-    """[B, K, G, T, H] -> [B, T, K G, H]: `by_key_head` undone."""
+    """[B, K, G, T, H] -> [B, T, K G, H], the inverse of `by_key_head`."""
     b, k, g, t, h = x_bkgth.shape
     return x_bkgth.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
 
 
 def blocks_of(t: int, window: int | None, causal: bool = True) -> list[tuple[slice, slice, int]]:
-    """(queries, the keys they can see, the parts they are computed in, one after another).
+    """Return blocks: (queries, the keys that they can see, number of sequential parts).
 
-    Unless `causal`, they can see all keys.
+    Without `causal` all keys are visible.
 
-    At most 16 blocks, so that the program stays small; of rows longer than those hold in
-    `MIN_BLOCK` queries each, 8 blocks in parts of so many, where that divides them.
+    There are at most 16 blocks, so that the program stays small. Longer rows than 16 blocks of
+    `MIN_BLOCK` queries have 8 blocks, in parts of `MIN_BLOCK` queries if that divides them.
     """
     block, parts = max(MIN_BLOCK, -(-t // 16)), 1
     if block > MIN_BLOCK and t % (8 * MIN_BLOCK) == 0:
@@ -48,13 +49,13 @@ def blocks_of(t: int, window: int | None, causal: bool = True) -> list[tuple[sli
 
 
 def _in_turn(function, parts: int, carry, *by_row: jax.Array):
-    """`carry, results = function(carry, by_row)` over parts of a block, put together again.
+    """Apply `carry, results = function(carry, by_row)` to the parts of a block and join them.
 
-    A loop, because a compiler may compute all blocks of straight code before it uses the first:
-    their logits, T^2 numbers a head, would be in memory at once.
+    It is a loop, because in straight-line code a compiler may compute all blocks before it uses the
+    first: their logits, T^2 numbers per head, would be in memory at once.
 
     Args:
-      by_row: arrays [B, K, G, Q, ...], as the results are; the last one [B, Q, ...].
+      by_row: arrays [B, K, G, Q, ...], like the results; the last one is [B, Q, ...].
     """
     if parts == 1:
         return function(carry, by_row)
@@ -93,21 +94,21 @@ def _block_logits(q_bkgqh, k_bksh, mask_bqs, softcap):
 def blocked(q_bkgth, k_bksh, v_bksh, mask_bts, keep_bkgts, softcap, window, causal):
     """Attention of scaled queries [B, K, N/K, T, H] on keys and values [B, K, T, H], in blocks.
 
-    With w = exp(l - max l), z = sum w and o = (w v) / z of one row, the backward pass rebuilds w
-    from q, k and the kept (o, max l, z), and with u = do / z takes
+    With w = exp(l - max l), z = sum w and o = (w v) / z for a row, the backward pass recomputes w
+    from q, k and the saved (o, max l, z), and with u = do / z computes
 
         dv = w^T u,   dl = w (u v^T - sum(u o)),   then through the soft-cap and the product.
 
     With dropout, o = ((k w) v) / z, dv = (k w)^T u and dl = w (k u v^T - sum(u o)).
 
-    The three kept arrays are named `ATTENTION_RESIDUALS` for rematerialisation policies. Reverse
+    The three saved arrays are named `ATTENTION_RESIDUALS` for rematerialization policies. Reverse
     mode only.
 
     Args:
       mask_bts: bool [B or 1, T, T].
-      keep_bkgts: k, which weights dropout leaves; they are not rescaled. None: all.
-      window, causal: what it is known to hide: `causal`, the keys after each query and beyond
-        `window`; otherwise nothing.
+      keep_bkgts: k, the weights that dropout keeps, not rescaled. None: all.
+      window, causal: keys that the mask is known to hide: with `causal` those after each query and
+        beyond `window`; otherwise none.
     """
     known = (softcap, window, causal)
     return _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, keep_bkgts, *known)[0]
@@ -127,7 +128,7 @@ def _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, keep_bkgts, softcap, window,
 
 
 def _rows_of(rows: slice, keys: slice, by_query, keep_bkgts, mask_bts) -> tuple:
-    """A block's share: of arrays by query, of `keep_bkgts` where it is, of the mask."""
+    """Slice a block's rows: of arrays by query, of `keep_bkgts` if given, and of the mask."""
     keep = () if keep_bkgts is None else (keep_bkgts[:, :, :, rows, keys],)
     return (*(x[:, :, :, rows] for x in by_query), *keep, mask_bts[:, rows, keys])
 
@@ -195,7 +196,7 @@ blocked.defvjp(_blocked_fwd, _blocked_bwd)
 
 
 def first_key_share(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window, causal):
-    """exp(l_0 - max l) / z: of the weights of each query that of the first key, [B, K, G, T, 1]."""
+    """exp(l_0 - max l) / z, each query's weight of the first key, [B, K, G, T, 1]."""
     known = (softcap, window, causal)
     largest, total = _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, None, *known)[1][-2:]
     logits, _ = _block_logits(q_bkgth, k_bksh[:, :, :1], mask_bts[:, :, :1], softcap)

@@ -22,7 +22,7 @@ from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import rotary_tables
 from ffn_heterogeneity.models.stack import run_stack
 
-# The part of a step's dropout key that the embeddings draw from; the layers split the whole of it.
+# The embeddings' part of a step's dropout key; the layers split the key itself.
 _EMBEDDING_KEY = 0xE3BED
 
 
@@ -36,22 +36,22 @@ def forward(
     per_layer: dict | None = None,
     dropout: tuple[jax.Array, jax.Array | None] | None = None,
 ) -> dict:
-    """Hidden states after the final norm, and what the probes saw.
+    """Compute the hidden states after the final norm, and the probes' values.
 
     Args:
       params: stacked tree.
-      batch: "tokens" int32 [B, T]; optional "segment_ids" [B, T] (tokens see their own segment
-        only) and "positions" [B, T] (default 0..T-1; of learned positions, how many tokens of its
-        segment stand before each). Within a segment positions must increase. Where the model tells
-        them apart, "token_types" [B, T] (default 0).
+      batch: "tokens" int32 [B, T]; optional "segment_ids" [B, T] (tokens see only their segment)
+        and "positions" [B, T] (default 0..T-1; for learned positions, the index within the
+        segment). Within a segment positions must increase. For a model with token types,
+        "token_types" [B, T] (default 0).
         Or "subtree_ends" [B, T] with "positions": the rows are trees of tokens in depth-first
-        order, and place t sees place s iff s <= t < subtree_ends[s] (evaluate/scoring.py).
+        order, and position t sees position s iff s <= t < subtree_ends[s] (evaluate/scoring.py).
       probes: `probes.base.Probe` instances with distinct names.
-      per_layer: {probe name: tree of [L, ...] leaves} handed to the probes layer by layer.
-      dropout: (key, rate), where a rate None drops in adapters alone; or None for none.
+      per_layer: {probe name: tree of [L, ...] leaves} passed to the probes layer by layer.
+      dropout: (key, rate), or None. Rate None: dropout only in adapters.
 
     Returns:
-      {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}; of a model
+      {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}; for a model
       with a pooler also "pooled" [B, D].
 
     Raises:
@@ -63,9 +63,9 @@ def forward(
 def nudged(
     config: ModelConfig, params: dict, batch: dict, nudges_lbtd: jax.Array, **given: Any
 ) -> dict:
-    """`forward`, given `options` and `probes`, with nudges added to the outputs of the FFNs.
+    """Run `forward`, given `options` and `probes`, with `nudges` added to the FFNs' outputs.
 
-    The gradient with respect to a nudge of zero is that of the FFN's output, token by token.
+    The gradient with respect to a zero nudge is the gradient of the FFN's output, token by token.
     """
     return _run(config, params, batch, nudges=nudges_lbtd, **given)
 
@@ -110,7 +110,7 @@ def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None
         return (hold(x, options.activations), link), results
 
     extra = _of_layers(config, probes, per_layer, dropout, nudges)
-    # Laid out, and under vmap batched, as x is; what it holds means nothing on the way forward.
+    # Sharded, and under vmap batched, like x; its forward value is meaningless.
     link = jax.lax.stop_gradient(x) if with_cosine else None
     (x, link), seen = run_stack(
         config,
@@ -133,10 +133,10 @@ def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None
 def one_layer(
     config: ModelConfig, layer: int, leaves: dict, x_btd: jax.Array, batch: dict
 ) -> tuple[jax.Array, Any]:
-    """A layer by itself: (the residual stream behind it, its `block.LayerIO`).
+    """Run one layer; return (the residual stream after it, its `block.LayerIO`).
 
     Args:
-      leaves: of that layer, unstacked.
+      leaves: the layer's leaves, unstacked.
       x_btd: the residual stream before it (`embed`, or another layer's).
       batch: as in `forward`.
     """
@@ -148,7 +148,7 @@ def one_layer(
 
 
 def _of_layers(config: ModelConfig, probes, per_layer, dropout, nudges) -> dict[str, Any]:
-    """[L, ...] leaves, of which every layer is given its slice."""
+    """[L, ...] leaves, of which every layer gets its slice."""
     beside = {} if nudges is None else {"perturbations": {"ffn": {"output": nudges}}}
     extra: dict[str, Any] = {"probes": per_layer or {}, "beside": beside}
     if probes:
@@ -166,14 +166,14 @@ def embed(
     positions_bt: Any = None,
     types_bt: jax.Array | None = None,
 ) -> jax.Array:
-    """The residual stream before the first layer, [B, T, D] in the compute dtype.
+    """Compute the residual stream before the first layer, [B, T, D] in the compute dtype.
 
     Args:
-      positions_bt: [B or 1, T], where positions are learned.
-      types_bt: [B, T], read where the model has token types; None: all 0.
+      positions_bt: [B or 1, T], for learned positions.
+      types_bt: [B, T], for models with token types; None: all 0.
 
     Raises:
-      ValueError: more places than learned positions.
+      ValueError: longer rows than learned positions.
     """
     leaves = params["embed"]
     table = hold(leaves["embedding"], options.table)
@@ -191,7 +191,7 @@ def embed(
 
 
 def check_length(config: ModelConfig, length: int) -> None:
-    """Raises ValueError where a row has more tokens than the model has learned positions."""
+    """Raise ValueError if rows have more tokens than the model has learned positions."""
     if length > config.row_limit:
         raise ValueError(
             f"rows of {length} tokens: a {config.family} model with learned positions has "
@@ -200,9 +200,9 @@ def check_length(config: ModelConfig, length: int) -> None:
 
 
 def row_positions(batch: dict) -> jax.Array:
-    """The batch's positions, else how many tokens of its segment stand before each, [B or 1, T].
+    """Return the batch's positions, by default each token's index in its segment, [B or 1, T].
 
-    So a document has the same positions wherever in the row it begins.
+    So a document's positions do not depend on where in the row it begins.
     """
     if "positions" in batch:
         return batch["positions"]
@@ -220,7 +220,7 @@ def pool(
     segments_bt: jax.Array | None,
     options: RunOptions,
 ) -> Any:
-    """tanh of a linear layer on the row's first token (the first that is no padding), [B, D]."""
+    """tanh of a linear layer on the row's first token that is not padding, [B, D]."""
     first_bd = hidden_btd[:, 0]
     if segments_bt is not None:
         first_b = jnp.argmax(segments_bt > 0, axis=1)
@@ -237,12 +237,12 @@ def finish(config: ModelConfig, params: dict, x_btd: jax.Array) -> Any:
 
 
 def hold(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """`x`, laid out as `sharding` says; None leaves it to XLA."""
+    """Constrain `x` to `sharding`; None leaves the choice to XLA."""
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
 def is_in_order(batch: dict) -> bool:
-    """True if places of a row, its documents and a window say which keys a query sees."""
+    """True if row positions, documents and a window determine which keys a query sees."""
     return "subtree_ends" not in batch and ("positions" not in batch or "segment_ids" in batch)
 
 
@@ -258,17 +258,17 @@ def _context(config: ModelConfig, batch: dict, shape: tuple[int, int], packed: b
     for layer in config.layers:
         if layer.rope not in rotary:
             rotary[layer.rope] = rotary_tables(layer.rope, config.head_dim, positions)
-        # A window no shorter than the row hides nothing.
+        # A window at least as long as the row hides nothing.
         window = None if layer.window is None or layer.window >= shape[1] else layer.window
         kind = (window, layer.causal)
         if kind not in masks:
             mask = attention_mask(positions, positions, window, segments, segments, layer.causal)
-            # Fused kernels know the order that hides what comes after; padding no order hides.
+            # Fused kernels use the order of positions. It hides padding only in causal layers.
             if is_in_order(batch) and layer.causal:
                 several = segments if packed else None
                 mask = dataclasses.replace(mask, in_order=True, segments=several)
             if "subtree_ends" in batch:
-                # What a window shows is not a stretch of the row there: `visible` alone says it.
+                # A window's keys are not contiguous in such a row: only `visible` describes them.
                 mask = Mask(mask.visible & tree_mask(batch["subtree_ends"]), causal=True)
             masks[kind] = mask
         result.append((rotary[layer.rope], masks[kind]))
@@ -281,10 +281,10 @@ def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
 
 
 def require_language_model(config: ModelConfig, what: str) -> None:
-    """Raises ValueError where a model has no language-model head.
+    """Raise ValueError if a model has no language-model head.
 
     Args:
-      what: was asked of it, e.g. "perplexity".
+      what: the requested computation, e.g. "perplexity".
     """
     if not config.lm_head:
         raise ValueError(
@@ -306,7 +306,7 @@ def head_kernel(config: ModelConfig, params: dict) -> tuple[jax.Array, str]:
 
 
 def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
-    """Soft-capped logits [..., V], float32, of hidden states [..., D].
+    """Compute soft-capped logits [..., V], float32, from hidden states [..., D].
 
     For evaluation: training uses losses/cross_entropy.py.
 

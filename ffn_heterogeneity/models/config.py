@@ -1,7 +1,7 @@
-"""Shapes of a model: the frozen, hashable truth every other module reads.
+"""Architecture of a model as a frozen, hashable config.
 
 A model is a `ModelConfig` plus a plain nested dict of arrays. The config is static under `jax.jit`;
-anything that may change without recompiling (learning rates, loss weights) lives elsewhere.
+values that may change without recompiling (learning rates, loss weights) are not part of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NORM_PLACEMENTS = ("pre", "post")
 POSITIONS = ("rotary", "learned")
 
 
-# {name in transformers: name here}, where the values are the same too.
+# {name in transformers: name here}, for fields with equal values.
 _THEIRS = {"hidden_size": "d_model", "num_hidden_layers": "n_layers"}
 _THEIRS |= {"num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads"}
 _THEIRS |= {"max_position_embeddings": "max_position", "tie_word_embeddings": "tied"}
@@ -30,7 +30,7 @@ _THEIRS |= {"bos_token_id": "bos_id", "eos_token_id": "eos_id", "pad_token_id": 
 
 
 class ConfigError(ValueError):
-    """A model configuration that cannot describe a model; the message names the field and value."""
+    """An invalid model configuration; the message names the field and value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class RopeConfig:
       linear_factor: positions are divided by it (1.0: none).
       llama3: `(factor, low_freq_factor, high_freq_factor, original_max_position)` of Llama 3.1's
         frequency-dependent scaling, or None.
-      fraction: of each head's dimensions, the part at its beginning that is rotated (GPT-NeoX:
-        0.25); theta ** (-2i / rotated) then.
+      fraction: fraction of each head's dimensions, from its beginning, that is rotated (GPT-NeoX:
+        0.25); the frequencies are then theta ** (-2i / rotated).
     """
 
     theta: float = 10_000.0
@@ -64,11 +64,12 @@ class LayerConfig:
       ffn_width: m, the number of inner neurons of the feed-forward block.
       ffn_kind: "gated" (act(x G) * (x U)) W, or "plain" act(x U) W.
       window: sliding-window size: position t sees t - window < s <= t; None sees all s <= t.
-      rope: the layer's rotary embedding; None: it has none.
-      causal: False: position t sees what stands after it too, with a window |t - s| < window.
-      norm_placement: "pre", x + f(norm(x)), or "post", norm(x + f(x)), for attention and FFN. (Of
-        the layer, because Mix-LN has both in one model.)
-      experts: how many feed-forward blocks it holds, equally wide; None: one, without a router.
+      rope: the layer's rotary embedding, or None.
+      causal: False: position t also sees later positions, with a window those with |t - s| <
+        window.
+      norm_placement: "pre", x + f(norm(x)), or "post", norm(x + f(x)), for attention and FFN. (A
+        layer's setting, because Mix-LN has both in one model.)
+      experts: number of feed-forward blocks, equally wide; None: one, without a router.
     """
 
     ffn_width: int
@@ -82,11 +83,11 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """The head of a task on top of the model, as config.json keeps it.
+    """A task's head on top of the model, as saved in config.json.
 
     Attributes:
-      name: of `heads.HEADS`.
-      text: its settings as JSON (a dict could be no part of a hashable config).
+      name: a name of `heads.HEADS`.
+      text: its settings as JSON (a dict would not be hashable).
     """
 
     name: str
@@ -94,10 +95,10 @@ class HeadConfig:
 
     @classmethod
     def of(cls, name: str, settings: Mapping[str, Any]) -> HeadConfig:
-        """A head with settings that JSON can write.
+        """Return a head with settings that can be written as JSON.
 
         Raises:
-          ConfigError: it cannot.
+          ConfigError: they cannot.
         """
         with naming(
             f"head {name!r}: settings that are no JSON", (TypeError, ValueError), ConfigError
@@ -115,31 +116,31 @@ class ModelConfig:
 
     Attributes:
       family: name of the module in `models/families` that maps it to and from other formats.
-      norm_kind: of every norm: "rms", "layer" (LayerNorm: scale and bias), or
+      norm_kind: kind of every norm: "rms", "layer" (LayerNorm: scale and bias), or
         "layer_without_parameters" (OLMo 1: no leaf at all); see models/norms.py.
       norm_offset: norms multiply by (norm_offset + scale): 1.0 for Gemma, 0.0 for Llama.
-      post_norms: a norm also after attention and after the FFN, before the residual (Gemma 2, 3).
+      post_norms: also a norm after attention and after the FFN, before the residual (Gemma 2, 3).
       qk_norm: a norm over the head dimension of queries and keys (Gemma 3, Qwen3).
-      qkv_clip: queries, keys and values are clipped to [-qkv_clip, qkv_clip] (OLMo); None: not.
+      qkv_clip: queries, keys and values are clipped to [-qkv_clip, qkv_clip] (OLMo), or None.
       parallel_residual: the FFN reads the block's input, not the sum after attention (GPT-NeoX).
       attention_bias, attention_out_bias, ffn_bias: biases of q, k, v; of the output projection; of
         all of the FFN's kernels.
       embedding_multiplier: embeddings are multiplied by it (Gemma: sqrt(d_model)).
       query_scale: attention logits are multiplied by it (usually head_dim ** -0.5).
       attention_softcap, final_softcap: logits become cap * tanh(logits / cap); None: no cap.
-      lm_head: hidden states become logits over the vocabulary; False: an encoder.
+      lm_head: whether there is a head for logits over the vocabulary; False: an encoder.
       tied: the output head is the transposed embedding (no meaning without `lm_head`).
-      max_position: how many tokens a row may have.
+      max_position: maximum number of tokens in a row.
       positions: "rotary", in the layers that have a `rope`, or "learned": a table of first_position
-        + max_position rows is added to the embeddings, which dropout falls on in training.
+        + max_position rows is added to the embeddings, with dropout in training.
       first_position: the row of that table for a document's first token (RoBERTa: 2).
-      token_types: rows of the table that tells the sentences of a pair apart; 0: there is none.
+      token_types: number of token types, for the sentences of a pair; 0: none.
       embedding_norm: a norm after the sum of the embeddings, before that dropout.
       pooler: tanh of a linear layer on the first token (BERT).
-      attention_dropout: in training attention weights are dropped too, at the run's one rate.
-      bos_id, eos_id, pad_id: special token ids; None where the model has none.
-      generation: its generation_config.json as JSON, where that holds more than these ids; "": not.
-      head: of a task, with leaves of its own beside the model's; None: there is none.
+      attention_dropout: whether the run's dropout also applies to attention weights.
+      bos_id, eos_id, pad_id: special token ids; None if the model has none.
+      generation: generation_config.json as JSON if it has more than these ids, else "".
+      head: a task's head, with leaves in addition to the model's, or None.
     """
 
     family: str
@@ -204,8 +205,10 @@ class ModelConfig:
             self._check_layer(i, layer)
 
     def _check_ids(self) -> None:
-        """Refuses what is no id. Ids beyond the vocabulary pass: files have them, of tokens that
-        are never read."""
+        """Check the token ids.
+
+        Ids beyond the vocabulary are allowed: some files have them, for tokens that are never used.
+        """
         single = {"bos_id": self.bos_id, "pad_id": self.pad_id}
         if isinstance(self.eos_id, tuple) and self.eos_id:
             for one in self.eos_id:
@@ -228,7 +231,7 @@ class ModelConfig:
         check_choice(f"layer {i}: norm_placement", placement, NORM_PLACEMENTS, ConfigError)
         if placement == "post" and (self.parallel_residual or self.post_norms):
             raise ConfigError(
-                f"layer {i}: norm_placement='post' goes with neither parallel_residual="
+                f"layer {i}: norm_placement='post' works with neither parallel_residual="
                 f"{self.parallel_residual} nor post_norms={self.post_norms}"
             )
         rope = layer.rope
@@ -251,27 +254,27 @@ class ModelConfig:
     if not TYPE_CHECKING:  # a type checker still reports names that are no fields
 
         def __getattr__(self, name: str) -> Any:
-            """A field by its name in transformers; else AttributeError with the fields there are.
+            """Return a field by its name in transformers; else raise AttributeError with a hint.
 
-            `intermediate_size` is the width of all FFNs, where they have the same.
+            `intermediate_size` is the width of all FFNs, if they have the same.
             """
             if name == "intermediate_size" and self.uniform_width:
                 return self.ffn_widths[0]
             if name in _THEIRS:
                 return getattr(self, _THEIRS[name])
-            # Nothing of `self` here: copy and pickle ask for names before there are any fields.
+            # Without reading `self`: copy and pickle look up names before any field exists.
             way = "it has ffn_widths (one per layer), n_layers, and dataclasses.fields(config)"
             raise AttributeError(f"a ModelConfig has no {name!r}: {way}")
 
     @property
     def padding_id(self) -> int | None:
-        """The id that pads rows where the model does not say: the end of a text."""
+        """Id for padding rows: `pad_id`, by default an end-of-text id."""
         eos = self.eos_id[0] if isinstance(self.eos_id, tuple) else self.eos_id
         return eos if self.pad_id is None else self.pad_id
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The ids that end a generated text: those of generation_config.json, else `eos_id`."""
+        """Ids that end a generated text: those of generation_config.json, else `eos_id`."""
         own = json.loads(self.generation or "{}").get("eos_token_id")
         found = self.eos_id if own is None else own
         found = found if isinstance(found, (list, tuple)) else (found,)
@@ -283,22 +286,22 @@ class ModelConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """True if every layer sees both ways."""
+        """True if every layer is bidirectional."""
         return not any(layer.causal for layer in self.layers)
 
     @property
     def final_norm(self) -> bool:
-        """True if a norm follows the last layer: not after one that ends in a norm."""
+        """True if a norm follows the last layer, i.e. unless that layer ends with a norm."""
         return self.layers[-1].norm_placement == "pre"
 
     @property
     def position_rows(self) -> int:
-        """Rows of the table of learned positions; 0: there is none."""
+        """Rows of the table of learned positions; 0 if there is none."""
         return self.first_position + self.max_position if self.positions == "learned" else 0
 
     @property
     def row_limit(self) -> int:
-        """Places of the longest row: as many as learned positions; others do not bound it."""
+        """Maximum row length: the number of learned positions; otherwise unlimited."""
         return self.max_position if self.position_rows else sys.maxsize
 
     @property
@@ -315,7 +318,7 @@ class ModelConfig:
         return len(set(self.ffn_widths)) == 1
 
     def with_widths(self, widths: Sequence[int]) -> ModelConfig:
-        """The same model with `widths[i]` inner neurons in layer i."""
+        """Return the config with `widths[i]` inner neurons in layer i."""
         if len(widths) != self.n_layers:
             raise ConfigError(f"{len(widths)} widths for {self.n_layers} layers")
         layers = tuple(
@@ -331,14 +334,14 @@ def config_to_dict(config: ModelConfig) -> dict:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuses what is no number of things, or more than any array's axis holds."""
+    """Check that a value is a count that an array's axis can have."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
         kind = "is not a positive whole number" if least else "must be an integer from 0 on"
         raise ConfigError(f"{name}={value!r:.60} {kind}, below 2^31")
 
 
 def config_from_dict(values: dict) -> ModelConfig:
-    """Rebuilds a `ModelConfig` written by `config_to_dict` (JSON lists become tuples again)."""
+    """Rebuild a `ModelConfig` from `config_to_dict` (JSON lists become tuples again)."""
     values = dict(values)
     layers = []
     for layer in values.pop("layers"):

@@ -1,13 +1,13 @@
-"""Token by token: a cache of keys and values that rides in the carry of the layers' scans.
+"""Decoding token by token with a cache of keys and values in the carry of the layers' scans.
 
-A batch of prompts of unequal length is padded on the left, so that every row writes the same column
-and one update serves them all: row b holds its tokens in columns pads[b], pads[b] + 1, ..., and
-its positions count from there. A layer's keys are `[B, K, H, S]` and its values `[B, K, S, H]`: the
-two products of a token read them as they lie, where columns before heads would have a CPU turn the
-whole cache round for every token. A slot of r > 1 repeats stacks theirs on a leading axis; a slot
-of one has none, since XLA:CPU writes twice, and copies, what is reshaped once written. Layers
-that see everything have a place for every column; layers with a window w keep the last w only:
-column c lies at place c mod S.
+A batch of prompts of unequal length is padded on the left, so that all rows write to the same
+column with one update: row b has its tokens in columns pads[b], pads[b] + 1, ..., and its positions
+count from there. A layer's keys are `[B, K, H, S]` and its values `[B, K, S, H]`, the layout that a
+token's two products read. (With columns before heads, a CPU would transpose the whole cache for
+every token.) A slot of r > 1 repeats stacks its caches on a leading axis. A slot of one repeat has
+no such axis, because XLA:CPU writes twice, and copies, an array that is reshaped after writing.
+Layers without a window store every column; layers with a window w store only the last w: column c
+is at index c mod S.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ffn_heterogeneity.models.stack import check_stack, layer_leaves, run_stack
 
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """One layer's place of keys and values, and of the new ones.
+    """Cache of one layer's keys and values, with the position of the new ones.
 
     Attributes:
-      leaves: {"keys": [B, K, H, S], "values": [B, K, S, H]}, [r, ...] where the layer's slot has
-        r > 1 repeats.
-      repeat: which of them, a traced integer; ignored where there is one.
-      column: of the first new token, a traced integer.
-      fresh: nothing was written before: the new tokens see only each other.
+      leaves: {"keys": [B, K, H, S], "values": [B, K, S, H]}, with a leading axis [r, ...] if the
+        layer's slot has r > 1 repeats.
+      repeat: index on that axis, a traced integer; ignored for one repeat.
+      column: column of the first new token, a traced integer.
+      fresh: the cache is empty, so the new tokens see only each other.
     """
 
     leaves: dict[str, jax.Array]
@@ -46,15 +46,15 @@ class LayerCache:
     fresh: bool
 
     def extend(self, k_btkh: jax.Array, v_btkh: jax.Array) -> LayerCache:
-        """The cache with the keys and values of new tokens."""
+        """Return the cache with the keys and values of new tokens added."""
         keys = self._written("keys", k_btkh.transpose(0, 2, 3, 1), axis=3)
         values = self._written("values", v_btkh.transpose(0, 2, 1, 3), axis=2)
         return dataclasses.replace(self, leaves={"keys": keys, "values": values})
 
     def read(self, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """(keys [B, K, H, S], values [B, K, S, H]) of the layer.
+        """Return (keys [B, K, H, S], values [B, K, S, H]) of the layer, a slice of the carry.
 
-        A slice of the carry: each token reads what it attends to and copies nothing else.
+        So each token reads the keys and values that it attends to, and copies nothing else.
         """
         keys, values = self.leaves["keys"], self.leaves["values"]
         if keys.ndim > 4:
@@ -62,12 +62,12 @@ class LayerCache:
         return keys.astype(dtype), values.astype(dtype)
 
     def _written(self, name: str, new: jax.Array, axis: int) -> jax.Array:
-        """The leaf with one layer's `new` in the places of its columns, on that layer's `axis`."""
+        """Return the leaf with one layer's `new` written at its columns along `axis`."""
         leaf = self.leaves[name]
         new = new.astype(leaf.dtype)
         places, count = leaf.shape[axis - 4], new.shape[axis]
         if count > places:
-            # The last ones only; column c of `new` goes to place c mod S.
+            # Only the last columns; column c of `new` is written at index c mod S.
             last = jax.lax.slice_in_dim(new, count - places, count, axis=axis)
             new = jnp.roll(last, count % places, axis=axis)
         start: list[Any] = [0, 0, 0, 0]
@@ -84,7 +84,7 @@ def make_cache(
     length: int,
     options: causal_lm.RunOptions = causal_lm.RunOptions(),
 ) -> dict:
-    """An empty cache for `length` columns: {"segment_i": {"slot_j": {"keys", "values"}}}.
+    """Create an empty cache for `length` columns: {"segment_i": {"slot_j": {"keys", "values"}}}.
 
     Leaves as in `LayerCache`.
 
@@ -119,7 +119,7 @@ def _places(layer: LayerConfig, length: int) -> int:
 
 
 def cache_length(cache: dict) -> int:
-    """Columns that the widest layer of the cache has places for."""
+    """Number of columns of the largest layer of the cache."""
     slots = [slot for segment in cache.values() for slot in segment.values()]
     return max(slot["values"].shape[-2] for slot in slots)
 
@@ -135,22 +135,22 @@ def forward_cached(
     fresh: bool = False,
     options: causal_lm.RunOptions = causal_lm.RunOptions(),
 ) -> tuple[jax.Array, dict]:
-    """Runs new tokens on top of those in the cache.
+    """Run the model on new tokens after those in the cache.
 
     Args:
-      tokens_bt: int32 [B, T]; they are columns column .. column + T - 1 of every row.
-      pads_b: int32 [B]: how many columns at the left of each row are padding.
-      cache: from `make_cache`, or from the call before; donate it.
-      column: of the first new token.
-      fresh: the cache is empty and column is 0: the prompt's fast path, by the kernel that training
-        uses.
+      tokens_bt: int32 [B, T]; columns column .. column + T - 1 of every row.
+      pads_b: int32 [B]: number of padding columns at the left of each row.
+      cache: from `make_cache` or the previous call; donate it.
+      column: column of the first new token.
+      fresh: the cache is empty and column is 0: a fast path for the prompt, with the kernel that
+        training uses.
 
     Returns:
       (hidden states after the final norm [B, T, D], the cache).
 
     Raises:
-      ValueError: an encoder; or several new tokens at once on top of a window that forgets (its
-        oldest columns would be overwritten before the first of the new tokens has read them).
+      ValueError: an encoder; or several new tokens at once after a full window (they would
+        overwrite the oldest columns before the first of the new tokens has read them).
     """
     causal_lm.require_language_model(config, "generation")
     count, length = tokens_bt.shape[1], cache_length(cache)
@@ -197,11 +197,11 @@ def forward_cached(
 
 
 def layers_apart(params: dict) -> dict:
-    """The same stacked tree with every layer in a segment of its own ([1, ...] leaves).
+    """Return the stacked tree with every layer in a separate segment ([1, ...] leaves).
 
-    For CPUs, where a scan copies each layer's slice of the weights before it is multiplied: at
-    eight rows a token that is half of the time. The leaves are views, no weight is copied; what it
-    costs is a program as long as the model has layers, so training does not do it.
+    This is for CPUs, where a scan copies each layer's slice of the weights before the product: half
+    of the time per token with eight rows. The leaves are views, without copies of weights. The
+    program becomes as long as the model is deep, so training does not use it.
     """
     # Through numpy: slicing a jax array would copy.
     whole = {**params, "stack": jax.tree.map(np.asarray, params["stack"])}
@@ -225,10 +225,10 @@ def _contexts(config, columns_bt, positions_bt, pads_b, length, fresh) -> list[t
         if kind not in masks and fresh:
             masks[kind] = attention_mask(columns_bt, columns_bt, layer.window, real_bt, real_bt)
         elif kind not in masks:
-            # The column at each place: the newest of those that the place takes.
+            # The column stored at each index: the newest of those with the same c mod S.
             held = last - (last - jnp.arange(places, dtype=jnp.int32)[None]) % places
             real_bs = ((held >= 0) & (held >= pads_b[:, None])).astype(jnp.int32)
             seen = attention_mask(columns_bt, held, layer.window, real_bt, real_bs).visible
-            masks[kind] = Mask(seen)  # places are in no order
+            masks[kind] = Mask(seen)  # the columns are not in order
         result.append((rotary[layer.rope], masks[kind]))
     return result

@@ -1,4 +1,4 @@
-"""The feed-forward block: the subject of every paper here."""
+"""The feed-forward block."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ffn_heterogeneity.models.options import RunOptions
 
 
 def _wide(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """`function` computed in float32 at least: a CPU rounds bfloat16 after every operation."""
+    """Compute `function` at least in float32: CPUs round bfloat16 after every operation."""
 
     def call(x: jax.Array) -> jax.Array:
         return function(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
@@ -23,7 +23,7 @@ def _wide(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], j
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """x Phi(x) = x (1 + erf(x / sqrt 2)) / 2; `jax.nn.gelu` takes erfc, slower on CPUs."""
+    """x Phi(x) = x (1 + erf(x / sqrt 2)) / 2; `jax.nn.gelu` uses erfc, which is slower on CPUs."""
     return 0.5 * x * (1 + jax.lax.erf(x * 0.5**0.5))
 
 
@@ -38,9 +38,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class FeedForward(nn.Module):
     """h = act(x G) * (x U) (gated) or act(x U) (plain);  y = (h * P) W.
 
-    P is the product of the block's own leaves, if it has any (`adapters.FFN_LEAVES`: MLP Fusion's
-    cluster sizes, gates), [M], applied after the activation. Row i of W = down/kernel holds the
-    outgoing weights of inner neuron i.
+    P [M] is the product of the block's leaves of `adapters.FFN_LEAVES` (MLP Fusion's cluster sizes,
+    gates), if any, applied after the activation. Row i of W = down/kernel has the outgoing weights
+    of inner neuron i.
     """
 
     config: ModelConfig
@@ -52,7 +52,7 @@ class FeedForward(nn.Module):
         """x [B, T, D] -> (y [B, T, D], intermediate state h [B, T, M])."""
         config, width = self.config, self.layer.ffn_width
         if self.layer.experts is not None:
-            raise ValueError(f"experts={self.layer.experts}: no forward pass reads experts yet")
+            raise ValueError(f"experts={self.layer.experts}: experts are not supported yet")
         act = ACTIVATIONS[config.activation]
         linear = functools.partial(Linear, options=self.options)
         up_btm = linear(width, config.ffn_bias, name="up")(x_btd)
@@ -63,5 +63,5 @@ class FeedForward(nn.Module):
         scale = neuron_factor({name: optional_leaf(self, name) for name in FFN_LEAVES})
         scaled_btm = state_btm if scale is None else state_btm * scale.astype(state_btm.dtype)
         y_btd = linear(config.d_model, config.ffn_bias, name="down")(scaled_btm)
-        # `causal_lm.nudged` adds a zero here, whose gradient is the output's own.
+        # `causal_lm.nudged` adds a zero here, whose gradient is that of the output.
         return self.perturb("output", y_btd), state_btm

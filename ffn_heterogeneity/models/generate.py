@@ -1,9 +1,10 @@
-"""Text out of a model: batches of unequal prompts, greedy or sampled, one program per size.
+"""Text generation: batches of unequal prompts, greedy or sampled, one program per size.
 
-A batch is padded on the left to a bucket of lengths; its prompts run once through the model
-(prefill), then tokens come one by one from a cache of keys and values (models/decoding.py), CHUNK
-of them a call. Between calls the host looks for stop strings. Temperature, top-p and the number of
-tokens are arrays, so a program is compiled once per (rows, prompt bucket, new-token bucket).
+A batch is padded on the left to a bucket of lengths. Its prompts run once through the model
+(prefill); then tokens are generated one by one with a cache of keys and values
+(models/decoding.py), CHUNK tokens per call. Between calls the host looks for stop strings.
+Temperature, top-p and the number of tokens are arrays, so a program is compiled once per (rows,
+prompt bucket, new-token bucket).
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ CHUNK, MIN_BUCKET = 16, 16
 
 
 def bucket(size: int, most: int = sys.maxsize) -> int:
-    """The smallest of 16, 24, 32, 48, 64, 96 ... that holds `size`; no more than `most`."""
+    """Smallest of 16, 24, 32, 48, 64, 96 ... that is at least `size`; at most `most`."""
     power = MIN_BUCKET
     while power < size:
         if power * 3 // 2 >= size:
@@ -42,12 +43,12 @@ def bucket(size: int, most: int = sys.maxsize) -> int:
 
 
 class Generator:
-    """A model ready to generate: its parameters on the devices, in the dtype they compute in.
+    """A model ready to generate, with its parameters on the devices in the compute dtype.
 
     Args:
       params: stacked tree.
       tokenizer: decodes texts and finds stop strings; None: tokens only.
-      batch_size: rows computed at once.
+      batch_size: maximum number of rows per batch.
       mesh: parameters and rows are sharded over it as in training; None: one device.
     """
 
@@ -87,16 +88,16 @@ class Generator:
         truncate: bool = False,
         progress: str | Callable[[int], Any] | None = "generate",
     ) -> list[Generation]:
-        """A continuation of each prompt, in the prompts' order.
+        """Generate a continuation of each prompt, in the prompts' order.
 
         Args:
-          prompts: token ids, bos included where the model wants one.
-          sampling: for all, or one for each prompt (prompts that differ in anything but `stop` and
-            `eos` are generated in different batches).
-          truncate: a prompt that leaves no room for max_new_tokens within the model's positions
-            loses its oldest tokens (its first one, usually bos, stays); otherwise it is an error.
-          progress: label of the progress bar; None: no bar; or a function that is told after each
-            batch how many prompts it answered (a caller's own bar).
+          prompts: token ids, including bos if the model needs it.
+          sampling: one for all, or one per prompt (prompts that differ in settings other than
+            `stop` and `eos` are generated in different batches).
+          truncate: remove the oldest tokens (except the first, usually bos) of a prompt that is too
+            long for max_new_tokens within the model's positions; otherwise it is an error.
+          progress: label of the progress bar; None: no bar; or a function that is called after each
+            batch with the number of its prompts (for a caller's bar).
 
         Raises:
           ValueError: an empty prompt, an id outside the vocabulary, a prompt too long for the
@@ -110,14 +111,14 @@ class Generator:
             for i, (prompt, s) in enumerate(zip(prompts, wanted, strict=True))
         ]
         batches = list(_batches(rows, wanted, self.batch_size))
-        # Columns that each batch needs at least.
+        # Minimum number of columns of each batch.
         lengths = [self._columns(batch, rows, wanted)[1] for batch in batches]
         answers: dict[int, Generation] = {}
         label = progress if isinstance(progress, str) else None
         with bar(label, total=len(rows)) as shown:
             told = progress if callable(progress) else shown.update
             for batch, own in zip(batches, lengths, strict=True):
-                # One length for all, unless that doubles the cache: tokens come by one program.
+                # One length for all, and so one program, unless that doubles the cache.
                 length = max((n for n in lengths if n <= 2 * own), default=own)
                 answers |= self._generate(batch, rows, wanted, length)
                 told(len(batch))
@@ -137,12 +138,12 @@ class Generator:
             raise ValueError(
                 f"prompt {i} has {len(ids)} tokens, and with max_new_tokens="
                 f"{sampling.max_new_tokens} that is more than the {self.config.max_position}"
-                " positions of the model: shorten it, or let its beginning be cut off (truncate)"
+                " positions of the model: shorten it, or allow truncation (truncate)"
             )
         return np.concatenate([ids[:1], ids[len(ids) - room + 1 :]])
 
     def _columns(self, batch: Sequence[int], rows, wanted: Sequence[Sampling]) -> tuple[int, int]:
-        """(columns of a batch's prompts, those of its new tokens too)."""
+        """(columns of a batch's prompts, columns of prompts and new tokens)."""
         limit, new = self.config.row_limit, wanted[batch[0]].max_new_tokens
         width = bucket(max(len(rows[i]) for i in batch), limit - new)
         return width, width + bucket(new, limit - width)
@@ -174,7 +175,7 @@ class Generator:
         return {i: one.result() for i, one in zip(batch, watch, strict=True)}
 
     def _chunks(self, state, pads, hyper, count, watch) -> Iterator[np.ndarray]:
-        """New tokens [B, up to CHUNK] a time, until all rows are done."""
+        """Yield new tokens [B, up to CHUNK] until all rows are done."""
         yield np.asarray(state["token"])
         produced = 1
         while produced < count and not all(one.finish for one in watch):
@@ -191,7 +192,7 @@ class Generator:
 
 
 def check_vocabulary(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "") -> None:
-    """Raises a ValueError with the first token id that the vocabulary has not, and where it is."""
+    """Raise ValueError for the first token id outside the vocabulary; `where` is its place."""
     ids = np.asarray(ids)
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
@@ -199,7 +200,10 @@ def check_vocabulary(ids: Sequence[int] | np.ndarray, vocab_size: int, where: st
 
 
 def _batches(rows, wanted: Sequence[Sampling], size: int) -> Iterator[list[int]]:
-    """Indices of rows: like with like, long prompts first (a failure of memory comes at once)."""
+    """Indices of rows per batch, equal settings together, long prompts first.
+
+    So a lack of memory shows at once.
+    """
 
     def kind(i: int):
         s = wanted[i]
@@ -215,7 +219,7 @@ def _batches(rows, wanted: Sequence[Sampling], size: int) -> Iterator[list[int]]
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _prefill(config, options, length, params, tokens_bt, pads_b, hyper) -> dict:
-    """The state after the prompt: its cache, the first new token [B, 1], where it will stand."""
+    """Return the state after the prompt: cache, first new token [B, 1] and its column."""
     cache = make_cache(config, params["stack"], tokens_bt.shape[0], length, options)
     hidden, cache = forward_cached(
         config, params, tokens_bt, pads_b, cache, fresh=True, options=options
@@ -227,7 +231,7 @@ def _prefill(config, options, length, params, tokens_bt, pads_b, hyper) -> dict:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _decode(config, options, params, state, pads_b, hyper, done_b, eos, todo):
-    """(state, new tokens [B, CHUNK], how many of them): up to `todo`, until all rows are done."""
+    """Return (state, new tokens [B, CHUNK], their number), up to `todo` or until all are done."""
     new_bc = jnp.zeros((pads_b.shape[0], CHUNK), jnp.int32)
 
     def go_on(carry):
@@ -257,7 +261,7 @@ def _decode(config, options, params, state, pads_b, hyper, done_b, eos, todo):
 
 
 def _computable(params: dict, dtype: Any) -> dict:
-    """Kernels and embeddings in the compute dtype; norms and biases stay as they are."""
+    """Cast kernels and embeddings to the compute dtype; norms and biases are unchanged."""
 
     def cast(path, leaf):
         return leaf.astype(dtype) if path_str(path).endswith(("/kernel", "/embedding")) else leaf

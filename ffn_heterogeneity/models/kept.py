@@ -1,9 +1,8 @@
-"""Names for what a layer keeps for its backward pass; half precision is kept as its bits.
+"""Names for a layer's saved residuals; half precision is saved as integers with the same bits.
 
-XLA:CPU writes no bfloat16 into a slice: to put one layer's array into the stack of all layers it
-turns the whole stack into float32 and back, at every layer, so that the cost grows with the square
-of the depth; and to read it back it makes a float32 copy of the stack. Integers it writes and reads
-in place.
+XLA:CPU cannot write bfloat16 into a slice. To store one layer's array in the stack of all layers it
+converts the whole stack to float32 and back, at every layer, so the cost grows with the square of
+the depth. To read it, it makes a float32 copy of the stack. Integers are written and read in place.
 """
 
 import functools
@@ -12,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# The residual stream that a layer begins with.
+# The residual stream at a layer's input.
 BLOCK_INPUT = "block_input"
 
 
 def named(x: jax.Array, name: str) -> jax.Array:
-    """`checkpoint_name` of x, by way of its bits; for use inside a rule of differentiation."""
+    """`checkpoint_name` of x, through its bits; for use inside a differentiation rule."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return checkpoint_name(x, name)
     bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), name)
@@ -26,7 +25,7 @@ def named(x: jax.Array, name: str) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def keep(x: jax.Array, name: str) -> jax.Array:
-    """`named`, whose gradient is the identity's. Reverse mode only."""
+    """`named` with the gradient of the identity. Reverse mode only."""
     return named(x, name)
 
 

@@ -1,8 +1,9 @@
-"""The leaves of a model, each declared once: what it is, its axes by name, how it begins.
+"""Declarations of a model's leaves: their role, axes by name, and initialization.
 
-Shapes, fresh weights, sharding, decay, what trains, what a removal cuts, parameter counts and the
-checks of readers follow from here (and from `adapters`, for what stands beside kernels). A family
-or a feature adds its leaf in `inner_leaves` or `outer_leaves`, and in the module that reads it.
+Shapes, fresh weights, sharding, weight decay, which leaves train, how a removal cuts them,
+parameter counts and the checks of readers follow from the declarations (and from `adapters`, for
+leaves next to kernels). A family or a feature adds its leaf in `inner_leaves` or `outer_leaves`,
+and in the module that reads it.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ from ffn_heterogeneity.models.stack import segmentation, slots
 from ffn_heterogeneity.tree import AUXILIARY, Leaf, LeafError, flatten, unflatten, weights
 
 Declared = Iterator[tuple[str, Leaf]]
-# Further roots of a tree -> what declares the leaves below them (heads add theirs).
+# Further roots of a tree -> functions that declare the leaves below them (heads add theirs).
 ROOTS: dict[str, Callable[[ModelConfig], Mapping[str, Leaf]]] = {}
-# The standard deviation every family at hand was pre-trained from.
+# Initial standard deviation of all supported families in pre-training.
 normal_init = jax.nn.initializers.normal(stddev=0.02)
 
 
@@ -44,7 +45,7 @@ def _norm(path: str, dimension: str, config: ModelConfig) -> Declared:
 def inner_leaves(config: ModelConfig, layer: LayerConfig) -> Declared:
     """(path inside the layer, declaration) of one layer's leaves; kernels are [in, out].
 
-    Of a layer with experts, what every expert has of its own has the axis "expert" first.
+    In a layer with experts, leaves that each expert has have "expert" as their first axis.
     """
     lead = () if layer.experts is None else ("expert",)
     yield from _norm("attention_norm", "d_model", config)
@@ -92,7 +93,7 @@ def outer_leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 
 def sizes(config: ModelConfig, layer: LayerConfig | None = None) -> dict[str, int]:
-    """{dimension: its size}; those of layers where one is given."""
+    """{dimension: its size}, including a layer's dimensions if one is given."""
     found = {
         "d_model": config.d_model,
         "queries": config.n_heads * config.head_dim,
@@ -111,15 +112,15 @@ def sizes(config: ModelConfig, layer: LayerConfig | None = None) -> dict[str, in
 
 
 def shape_of(leaf: Leaf, sized: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a leaf, of dimensions alone."""
+    """The shape of a leaf whose axes are all dimensions of the model."""
     return tuple(sized[axis] for axis in leaf.axes)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """`{path: shape}` of the whole unstacked tree ("layers/3/ffn/down/kernel": (m_3, d)).
+    """Return `{path: shape}` of the unstacked tree ("layers/3/ffn/down/kernel": (m_3, d)).
 
-    Pure arithmetic: a 405B model is counted in milliseconds. Readers of checkpoints hold every
-    tensor to the one shape it may have.
+    It is pure arithmetic: a 405B model takes milliseconds. Checkpoint readers compare every tensor
+    with its shape.
     """
     found = {path: shape_of(leaf, sizes(config)) for path, leaf in _before(config)}
     for i, layer in enumerate(config.layers):
@@ -131,9 +132,9 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
-    """Numbers of parameters: `total` and its parts.
+    """Count parameters: `total` and its parts.
 
-    Parts: `embedding` (the tables, counted once when tied), `head` (0 when tied; or a pooler),
+    Parts: `embedding` (the tables, counted once if tied), `head` (0 if tied; or a pooler),
     `attention` (projections, biases, QK-norms), `ffn` (projections, biases), `norms` (all others).
     """
     names = ("total", "embedding", "head", "attention", "ffn", "norms")
@@ -154,7 +155,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def _any() -> dict[str, Leaf]:
-    """Every leaf that a model without experts may have, by its path inside or outside a layer."""
+    """All leaves that a model without experts may have, by their path inside or outside a layer."""
     sizes = dict.fromkeys(("vocab_size", "d_model", "n_heads", "n_kv_heads", "head_dim"), 2)
     parts = ("post_norms", "qk_norm", "attention_bias", "attention_out_bias", "ffn_bias")
     parts += ("embedding_norm", "pooler")
@@ -165,9 +166,9 @@ def _any() -> dict[str, Leaf]:
 
 
 class Place(NamedTuple):
-    """The place of a subtree in a model, "ffn/down" of layer 3, say; "" is all of the layer.
+    """The place of a subtree in a model, e.g. "ffn/down" of layer 3; "" is the whole layer.
 
-    The expert is None of what a layer has once, or of all its experts together.
+    The expert is None for leaves outside experts, or for all experts of a layer together.
     """
 
     layer: int
@@ -176,19 +177,19 @@ class Place(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Its name as patterns see it: "layers/3/ffn/down", "layers/3/experts/5/ffn/down"."""
+        """Name for patterns: "layers/3/ffn/down", "layers/3/experts/5/ffn/down"."""
         expert = "" if self.expert is None else f"/experts/{self.expert}"
         return f"layers/{self.layer}{expert}/{self.name}".rstrip("/")
 
 
 def declared(config: ModelConfig, tree: Any) -> dict[str, Leaf]:
-    """{path: declaration} of every leaf of a tree, stacked or not, adapters and heads included.
+    """Return {path: declaration} of every leaf of a tree, stacked or not, with adapters and heads.
 
-    What a kernel is beside decides what an adapter's roles mean; of a stacked leaf the first axis
-    is "layer". A model beside the model (a teacher) may be of another shape, without experts.
+    The meaning of an adapter's axes depends on its kernel; the first axis of a stacked leaf is
+    "layer". A second model in the tree (a teacher) may have other shapes, without experts.
 
     Raises:
-      LeafError: a leaf that nothing declares, or of another number of axes.
+      LeafError: an undeclared leaf, or one with another number of axes.
     """
     outer, found = outer_leaves(config), {}
     for root in ROOTS:
@@ -212,13 +213,13 @@ def declared(config: ModelConfig, tree: Any) -> dict[str, Leaf]:
 def declared_at(
     config: ModelConfig, place: Place, tree: dict, stacked: bool = False
 ) -> dict[str, Leaf]:
-    """{path in the tree: declaration} of the leaves at a place; errors as of `declared`.
+    """Return {path in the tree: declaration} of the leaves at a place; errors as `declared`.
 
     Args:
-      stacked: the leaves have the axis "layer" first.
+      stacked: whether the first axis of the leaves is "layer".
     """
     layer, found = config.layers[place.layer], {}
-    if place.expert is not None:  # of one expert the leaves are as of a layer without any
+    if place.expert is not None:  # one expert has the leaves of a layer without experts
         layer = dataclasses.replace(layer, experts=None)
     table = dict(inner_leaves(config, layer))
     for path, leaf in flatten(tree).items():
@@ -232,7 +233,7 @@ def declared_at(
 
 def _fitting(path: str, leaf: Any, own: Leaf | None) -> Leaf:
     if own is None:
-        way = "declare it (models/leaves.py; of an adapter adapters/__init__.py)"
+        way = "declare it (models/leaves.py; for an adapter adapters/__init__.py)"
         raise LeafError(f"nothing declares the leaf {path!r}: {way}")
     if len(own.axes) != len(leaf.shape):
         raise LeafError(f"leaf {path!r} has the shape {tuple(leaf.shape)}, its axes are {own.axes}")
@@ -240,7 +241,7 @@ def _fitting(path: str, leaf: Any, own: Leaf | None) -> Leaf:
 
 
 def find(table: Mapping[str, Leaf], path: str) -> Leaf | None:
-    """The declaration at `path`: the table's own, or of an adapter beside one of its kernels."""
+    """The declaration at `path`: the table's, or that of an adapter of one of its kernels."""
     if path in table:
         return table[path]
     module, _, name = path.rpartition("/")
@@ -251,12 +252,12 @@ def find(table: Mapping[str, Leaf], path: str) -> Leaf | None:
 # ---- fresh models
 
 
-# Compiled whole: operation by operation it takes ten times as long.
+# Compiled as one program: op by op it takes ten times as long.
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
-    """Random parameters, stacked: kernels and tables N(0, 0.02^2), norms 1, biases 0.
+    """Initialize random parameters, stacked: kernels and tables N(0, 0.02^2), norms 1, biases 0.
 
-    A leaf's draw depends on the key, its layer and its path alone, however layers are stacked.
+    A leaf's values depend only on the key, its layer and its path, not on the stacking of layers.
     """
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(config.n_layers))
     made = drawn(outer_leaves(config), sizes(config), key)
@@ -274,7 +275,7 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
 def drawn(
     leaves: Mapping[str, Leaf], sized: Mapping[str, int], key: jax.Array
 ) -> dict[str, jax.Array]:
-    """{path: values as a fresh model has them, float32}; each depends on `key` and its path."""
+    """{path: initial values, float32}; each depends only on `key` and its path."""
 
     def values(path: str, leaf: Leaf) -> jax.Array:
         shape = shape_of(leaf, sized)
@@ -287,20 +288,20 @@ def drawn(
 
 
 def neuron_axis(path: str, leaf: Leaf) -> int | None:
-    """The axis that runs over the inner neurons, from the right; None: the leaf has no such axis.
+    """The axis over inner neurons, counted from the right; None if the leaf has no such axis.
 
     Raises:
-      LeafError: removal would give its values another meaning.
+      LeafError: a removal would change the meaning of the leaf's values.
     """
     if leaf.depends_on("neurons"):
-        # Numbers of neurons, lengths of columns over them, codes that hold two of them.
+        # Indices of neurons, norms of columns over them, codes that hold two of them.
         raise LeafError(
-            f"{path} {leaf.axes} stands for neurons that would go: fold the model first (surgery "
+            f"{path} {leaf.axes} depends on neurons to be removed: fold the model first (surgery "
             "fold)"
         )
     return leaf.axis("neurons")
 
 
 def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> dict:
-    """Shapes and dtypes of `init` without computing anything (27B parameters in a second)."""
+    """Shapes and dtypes of `init`, without computing values (27B parameters take a second)."""
     return jax.eval_shape(lambda key: init(config, key, dtype), jax.random.key(0))

@@ -1,4 +1,4 @@
-"""The one place where a kernel meets its adapters, and the one way modules read their leaves."""
+"""Linear layers with adapters, and access of modules to their leaves."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,17 +11,17 @@ from ffn_heterogeneity.adapters import ADAPTERS, Adapter, adapters_of, kernel_re
 from ffn_heterogeneity.models.kept import named
 from ffn_heterogeneity.models.options import RunOptions
 
-# The rounded output of `wide_product`: what rematerialisation keeps of it, not the float32 one.
+# Name of the rounded output of `wide_product`, which rematerialization saves (not the float32 one).
 WIDE_PRODUCT = "wide_product"
 # The random stream of adapters' dropout.
 DROP = "adapter"
 
 
 def leaf(module: nn.Module, name: str, shape: tuple[int, ...]) -> Any:
-    """The parameter `name` of `module`; `models.leaves.init` makes it.
+    """Return the parameter `name` of `module`, which `models.leaves.init` creates.
 
     Raises:
-      ValueError: the tree lacks the leaf, or holds it in another shape; the message names its path.
+      ValueError: the leaf is missing or has another shape; the message names its path.
     """
     if not module.has_variable("params", name):
         raise ValueError(f"missing parameter {_path(module, name)} of shape {shape}")
@@ -32,7 +32,7 @@ def leaf(module: nn.Module, name: str, shape: tuple[int, ...]) -> Any:
 
 
 def optional_leaf(module: nn.Module, name: str):
-    """The leaf `name` where the tree holds it (adapters, P), else None."""
+    """Return the leaf `name` if the tree has it (adapters, P), else None."""
     if module.has_variable("params", name):
         return module.get_variable("params", name)
     return None
@@ -43,7 +43,7 @@ def _path(module: nn.Module, name: str) -> str:
 
 
 def effective_kernel(leaves: Mapping[str, jax.Array]) -> jax.Array:
-    """The kernel as the forward pass uses it: dequantised, masked, adapted.
+    """Return the kernel as the forward pass uses it: dequantized, masked, adapted.
 
     Args:
       leaves: {"kernel": [..., in, out], adapters' leaves}. Leading layer axes broadcast.
@@ -57,7 +57,7 @@ def effective_kernel(leaves: Mapping[str, jax.Array]) -> jax.Array:
 def _kernel(
     leaves: Mapping[str, Any], applies: Callable[[Adapter], Any]
 ) -> tuple[Any, list[Adapter]]:
-    """(the kernel with those adapters that `applies` chooses, the others)."""
+    """(the kernel with the adapters that `applies` chooses, the other adapters)."""
     kernel, rest = leaves.get("kernel"), []
     for adapter in adapters_of(leaves):
         if kernel is None and adapter.base is not None:
@@ -71,10 +71,10 @@ def _kernel(
 
 @jax.custom_vjp
 def wide_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [n, in] w [in, out] in x's half precision by way of float32 (`RunOptions.wide_products`).
+    """x [n, in] w [in, out] in x's half precision, through float32 (`RunOptions.wide_products`).
 
-    XLA:CPU takes a bfloat16 unit only for a product that contracts its left operand's last axis
-    with its right operand's first: for both gradients an operand is transposed in memory before.
+    XLA:CPU uses the bfloat16 unit only for products that contract the left operand's last axis with
+    the right operand's first. So for both gradients an operand is first transposed in memory.
     Reverse mode only.
     """
     y = jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
@@ -82,13 +82,13 @@ def wide_product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def turned(x: jax.Array) -> jax.Array:
-    """x [n, m] as [m, n] in memory, where XLA would only read it the other way round."""
+    """Transpose x [n, m] to [m, n] in memory (XLA would only change the order of reading)."""
     return jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(x.shape[::-1])
 
 
 def _wide_bwd(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = kept
-    # The narrower operand is turned: of a wide one that takes longer than the product.
+    # Transpose the narrower operand: for a wide one that takes longer than the product.
     if x.shape[1] <= g.shape[1]:
         dw = jnp.dot(turned(x), g, preferred_element_type=jnp.float32)
     else:
@@ -98,7 +98,7 @@ def _wide_bwd(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Arra
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
-# The primal itself and not the function: rematerialisation must see inside.
+# The primal function itself, so that rematerialization can see inside it.
 wide_product.defvjp(lambda x, w: (wide_product.fun(x, w), (x, w)), _wide_bwd)
 
 
@@ -106,7 +106,7 @@ wide_product.defvjp(lambda x, w: (wide_product.fun(x, w), (x, w)), _wide_bwd)
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """y [n, out] + bias [out], in y's half precision; the bias's gradient is a product.
 
-    As a sum over rows XLA:CPU makes a float32 copy of them first. Reverse mode only.
+    For a sum over rows, XLA:CPU would first make a float32 copy of them. Reverse mode only.
     """
     return y + bias.astype(y.dtype)
 
@@ -120,20 +120,20 @@ add_bias.defvjp(lambda y, bias: (add_bias(y, bias), bias), _bias_bwd)
 
 
 def dropout(x: jax.Array, key: jax.Array, rate: jax.Array) -> jax.Array:
-    """Zeroes elements with probability `rate` (traced), to 2^-16, and rescales the rest."""
+    """Zero elements with probability `rate` (traced; to 2^-16) and rescale the rest."""
     return jnp.where(drawn(key, x.shape, rate), rescaled(x, rate), jnp.zeros((), x.dtype))
 
 
 def rescaled(x: jax.Array, rate: jax.Array) -> jax.Array:
-    """x / (1 - rate): what dropout leaves of it. In half precision 0.9 would be 0.8984."""
+    """x / (1 - rate), the scaling of dropout, in float32 (in half precision 0.9 is 0.8984)."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return (wide / (1.0 - rate)).astype(x.dtype)
 
 
 def drawn(key: jax.Array, shape: tuple[int, ...], rate: jax.Array) -> jax.Array:
-    """The elements that dropout leaves, bool.
+    """Draw the elements that dropout keeps, bool.
 
-    One random word serves two elements: drawing them is most of what dropout costs.
+    One random word is used for two elements, because drawing dominates the cost of dropout.
     """
     *rows, size = shape
     words = jax.random.bits(key, (*rows, -(-size // 2)), jnp.uint32)
@@ -142,13 +142,13 @@ def drawn(key: jax.Array, shape: tuple[int, ...], rate: jax.Array) -> jax.Array:
 
 
 class Linear(nn.Module):
-    """y = x K + b, with K the effective kernel; it is never made whole where its factors suffice.
+    """y = x K + b with the effective kernel K, which is materialized only if its factors need it.
 
     Attributes:
       features: size of the output.
       use_bias: whether a bias leaf [features] exists.
-      options: read are `wide_products` (by `wide_product`), and `adapter_dropout`, which drops
-        where the random stream "adapter" is given, that is in training.
+      options: uses `wide_products` (for `wide_product`), and `adapter_dropout`, which is active if
+        the random stream "adapter" is given, i.e. in training.
     """
 
     features: int
@@ -184,7 +184,7 @@ class Linear(nn.Module):
         return y.reshape(*x.shape[:-1], self.features)
 
     def _drop(self, x: jax.Array) -> jax.Array:
-        """Inverted dropout of what an adapter reads; nothing but in training."""
+        """Inverted dropout of an adapter's input; the identity outside training."""
         rate = self.options.adapter_dropout
         if not rate or not self.has_rng(DROP):
             return x

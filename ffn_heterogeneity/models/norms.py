@@ -1,4 +1,4 @@
-"""Every norm of a model: RMSNorm (Llama's and Gemma's), LayerNorm, LayerNorm without parameters."""
+"""Norms: RMSNorm (Llama's and Gemma's), LayerNorm, LayerNorm without parameters."""
 
 import flax.linen as nn
 import jax
@@ -15,9 +15,9 @@ class Norm(nn.Module):
         "layer": c / sqrt(mean(c^2) + eps) * (offset + scale) + bias
         "layer_without_parameters": c / sqrt(mean(c^2) + eps)
 
-    Computed in float32 (float64 for float64 inputs), and returned in the input's. The scale is
-    multiplied before the cast back (Gemma's order; Llama's multiplies after it, which in float32
-    is the same and in bf16 differs by one rounding).
+    Computed in float32 (float64 for float64 inputs) and returned in the input's dtype. The scale is
+    multiplied before the cast back (Gemma's order; Llama multiplies after it, which is equal in
+    float32 and differs by one rounding in bf16).
     """
 
     config: ModelConfig

@@ -1,4 +1,4 @@
-"""Options of computing a model: dtype, rematerialisation, kernels, layouts on a mesh."""
+"""Run options of a model: dtype, rematerialization, kernels, shardings on a mesh."""
 
 import contextlib
 import dataclasses
@@ -13,27 +13,27 @@ import jax
 import jax.numpy as jnp
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
-# Of Linux, for a unit that multiplies tiles of bfloat16 (five times as fast as float32 vectors).
+# Linux's name of the CPU flag for bfloat16 tile units (five times as fast as float32 vectors).
 AMX = "amx_bf16"
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Options of how to compute, never what: any choice gives the same numbers up to rounding.
+    """Options that change only how a model is computed: results are equal up to rounding.
 
     Attributes:
-      compute_dtype: dtype of activations and of kernels when they are used.
+      compute_dtype: dtype of activations, and of kernels in products.
       remat: "none", "full" (keep block inputs only), "dots", "attention_output".
       unroll: scan unrolling; 1 is best on TPU and CPU, True on GPU.
       attention: "auto" or one of models/attention.py's kernels.
-      packed: a row may hold several documents. False: at most one, at its start, and what follows
-        it is padding that nobody reads: fused kernels then need no mask in memory.
-      platform: what "auto" is chosen for; None: the default backend. (A step may be compiled for
-        another machine's devices.)
+      packed: a row may contain several documents. False: at most one, at its start, followed by
+        unused padding; fused kernels then need no mask in memory.
+      platform: platform for which "auto" chooses; None: the default backend. (A step may be
+        compiled for another machine's devices.)
       activations, table: on a mesh, shardings of the residual stream [B, T, D] and of the
-        embedding [V, D] that tokens are looked up in; None leaves them to XLA.
+        embedding table [V, D]; None leaves them to XLA.
       cache: on a mesh, sharding of a layer's keys and values in generation, [B, K, ...].
-      adapter_dropout: rate at which adapters lose inputs in training.
+      adapter_dropout: dropout rate of adapters' inputs in training.
     """
 
     compute_dtype: Any = jnp.float32
@@ -49,24 +49,24 @@ class RunOptions:
 
     @property
     def on(self) -> str:
-        """The platform that is computed for."""
+        """The platform that the program runs on."""
         return self.platform or jax.default_backend()
 
     @property
     def wide_products(self) -> bool:
-        """True if products of bfloat16 come out in float32 before they are rounded.
+        """True if bfloat16 products are returned in float32 and then rounded.
 
-        XLA:CPU keeps only that form on the machine's bfloat16 units; to bfloat16 at once it makes
-        a float32 product of it. Accelerators' units round on their way out.
+        XLA:CPU uses the machine's bfloat16 units only in this form; a product that returns bfloat16
+        becomes a float32 product. Accelerators' units round the result themselves.
         """
         return self.compute_dtype == jnp.bfloat16 and self.on == "cpu"
 
 
 def choose_dtype(name: str, platform: str | None = None) -> Any:
-    """The compute dtype that one of `COMPUTE_DTYPES` means on a platform (None: this one).
+    """Return the compute dtype for a name of `COMPUTE_DTYPES` on a platform (None: this one).
 
-    "auto" is bfloat16 where the machine multiplies it faster, on accelerators and on CPUs with AMX,
-    and float32 elsewhere.
+    "auto" is bfloat16 on machines that multiply it faster (accelerators and CPUs with AMX), and
+    float32 otherwise.
     """
     if name != "auto":
         return jnp.dtype(name)
@@ -76,13 +76,13 @@ def choose_dtype(name: str, platform: str | None = None) -> Any:
 
 @contextlib.contextmanager
 def products(dtype: Any = jnp.float32) -> Iterator[None]:
-    """Products of float32 are made in float32 inside, where `dtype`, that of a run, is float32.
+    """Compute float32 matmuls in full float32 precision inside the block, if `dtype` is float32.
 
-    Accelerators make them of rounded factors otherwise: GPUs of TF32's, with an error of 3e-4
-    (docs/performance.md), TPUs of bfloat16's. On a CPU nothing changes. A run in bfloat16 keeps the
-    device's own way, since kernels of TPUs refuse the word beside factors of bfloat16. Whoever has
-    set `JAX_DEFAULT_MATMUL_PRECISION` (before jax was imported, as it reads it then), or any word
-    but "float32" by `jax.default_matmul_precision`, is heard.
+    By default accelerators round the factors: GPUs to TF32, with an error of 3e-4
+    (docs/performance.md), TPUs to bfloat16. On a CPU nothing changes. A run in bfloat16 keeps the
+    device's default, because TPU kernels reject the setting with bfloat16 factors. A precision set
+    by the user takes priority: `JAX_DEFAULT_MATMUL_PRECISION` (which JAX reads on import), or any
+    value except "float32" of `jax.default_matmul_precision`.
     """
     said = jax.config.jax_default_matmul_precision
     if "JAX_DEFAULT_MATMUL_PRECISION" in os.environ or said not in (None, "float32"):
@@ -94,7 +94,7 @@ def products(dtype: Any = jnp.float32) -> Iterator[None]:
 
 @functools.cache
 def _has_amx() -> bool:
-    # XLA may have been told to do without.
+    # XLA_FLAGS may disable it.
     allowed = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
     if allowed and "AMX" not in allowed[-1].upper():
         return False

@@ -10,12 +10,13 @@ from ffn_heterogeneity.models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """float32 [rotated / 2]: theta^(-2i/rotated), scaled as the config says.
+    """float32 [rotated / 2]: theta^(-2i/rotated), with the config's scaling.
 
-    `rotated` is head_dim, or the fraction of it that the config says.
+    `rotated` is head_dim, or the config's fraction of it.
 
-    Llama 3.1's scaling [its reference code]: wavelengths longer than original_max / low_freq_factor
-    are slowed by `factor`, shorter than original_max / high_freq_factor kept, linear between.
+    Llama 3.1's scaling [its reference code]: frequencies of wavelengths above original_max /
+    low_freq_factor are divided by `factor`, those below original_max / high_freq_factor are
+    unchanged, with linear interpolation between.
     """
     rotated = rope.rotated(head_dim)
     exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
@@ -35,8 +36,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def rotary_tables(
     rope: RopeConfig | None, head_dim: int, positions_bt: jax.Array
 ) -> tuple[jax.Array, jax.Array] | None:
-    """cos and sin, float32 [B, T, rotated / 2], of the angles position x frequency; of no rope
-    None."""
+    """cos and sin, float32 [B, T, rotated / 2], of the angles position x frequency.
+
+    None without a rope.
+    """
     if rope is None:
         return None
     angles = positions_bt[..., None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
@@ -44,9 +47,9 @@ def rotary_tables(
 
 
 def apply_rotary(x_btnh: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
-    """Rotates the pairs (x[i], x[i + R/2]) by the angle of frequency i; keeps the dtype.
+    """Rotate the pairs (x[i], x[i + R/2]) by the angle of frequency i; the dtype is kept.
 
-    R is twice the tables' last axis; dimensions from R on stay as they are, and without tables all.
+    R is twice the tables' last axis; dimensions from R on are unchanged (without tables, all are).
     """
     if tables is None:
         return x_btnh

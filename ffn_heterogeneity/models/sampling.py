@@ -1,4 +1,4 @@
-"""The choice of the next token, and the end of a text."""
+"""Sampling of the next token, and stopping rules."""
 
 import dataclasses
 import json
@@ -15,17 +15,17 @@ from ffn_heterogeneity.wording import check_numbers
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Settings of the choice of tokens, and of the end.
+    """Settings of sampling and stopping.
 
     Attributes:
-      max_new_tokens: at most so many.
-      temperature: 0: the likeliest token (greedy); else logits are divided by it and drawn from.
-      top_p: draw among the likeliest tokens only, as few as reach this probability together.
-      seed: of the draws. Row i's draws depend on (seed, i, number of the token) alone, not on the
-        batch it is in.
-      stop: strings that end a text, or one (they may hold special tokens); the first of them and
-        all after it are cut off.
-      eos: token ids that end a text, besides the model's own.
+      max_new_tokens: maximum number of new tokens.
+      temperature: 0: the likeliest token (greedy); otherwise logits are divided by it.
+      top_p: sample from the smallest set of likeliest tokens with at least this total probability.
+      seed: random seed. The draws of row i depend only on (seed, i, index of the token), not on the
+        batch.
+      stop: one or several strings that end a text (special tokens are allowed); the text is cut
+        before the first of them.
+      eos: token ids that end a text, in addition to the model's.
     """
 
     max_new_tokens: int = 128
@@ -45,14 +45,16 @@ class Sampling:
             raise ValueError("an empty stop string would stop before the first token")
 
 
-# Of generation_config.json: settings that are not read here, and their values that change nothing.
+# Settings of generation_config.json that are not used here, with values that change nothing.
 _SAMPLED = {"top_k": 0, "min_p": 0, "typical_p": 1}
 _UNREAD = {"repetition_penalty": 1, "no_repeat_ngram_size": 0, "num_beams": 1}
 
 
 def own_settings(config: ModelConfig) -> dict[str, float]:
-    """Settings of `Sampling` that the model's generation_config.json asks for: greedy unless it has
-    `do_sample`. Those that are not read here are listed on stderr."""
+    """Settings of `Sampling` from the model's generation_config.json; greedy without `do_sample`.
+
+    Unused settings are listed on stderr.
+    """
     values = json.loads(config.generation or "{}")
     sampled = bool(values.get("do_sample"))
     off = _UNREAD | (_SAMPLED if sampled else {})
@@ -69,7 +71,7 @@ class Generation(NamedTuple):
 
     Attributes:
       text: without the stop string and special tokens; "" without a tokenizer.
-      tokens: all that were generated, eos and those of the stop string included.
+      tokens: all generated tokens, including eos and those of the stop string.
       finish: "stop", "eos" or "length".
     """
 
@@ -79,15 +81,15 @@ class Generation(NamedTuple):
 
 
 class AnswerSoFar:
-    """One row's tokens so far, and why it ended."""
+    """Generated tokens of one row, and why it ended."""
 
     def __init__(self, config: ModelConfig, tokenizer: Any, sampling: Sampling):
-        # Those that may end the row inside a chunk without a look at its text.
+        # Ids that can end the row inside a chunk, without checking its text.
         self.shared_eos = {*config.stop_ids}
         self.eos = self.shared_eos | {*sampling.eos}
         self.tokenizer, self.sampling = tokenizer, sampling
         self.special = tokenizer.all_special_tokens if sampling.stop else []
-        # These are never in the text as it is shown.
+        # These never appear in the text.
         self.hidden = [stop for stop in sampling.stop if any(name in stop for name in self.special)]
         self.tokens: list[int] = []
         self.text, self.finish = "", ""
@@ -123,11 +125,11 @@ class AnswerSoFar:
 
 
 def choose(logits_bv: jax.Array, hyper: dict, count: jax.Array | int) -> jax.Array:
-    """The next token of each row, int32 [B].
+    """Choose the next token of each row, int32 [B].
 
     Args:
-      hyper: "temperature", "top_p" and "seed" of all rows, and "rows": the number of each.
-      count: tokens that the rows have already.
+      hyper: "temperature", "top_p" and "seed" of all rows, and "rows": the index of each row.
+      count: number of tokens that the rows already have.
     """
 
     def draw(logits_bv):
@@ -149,14 +151,14 @@ def choose(logits_bv: jax.Array, hyper: dict, count: jax.Array | int) -> jax.Arr
 
 
 def nucleus(logits_bv: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Logits with -inf outside the nucleus: the likeliest tokens, as few as reach `top_p`.
+    """Set logits outside the nucleus (the fewest likeliest tokens that reach `top_p`) to -inf.
 
-    The likeliest token always stays; tokens as likely as the last of the nucleus stay too.
+    The likeliest token is always kept, and so are tokens as likely as the last of the nucleus.
     """
     ordered_bv = jnp.sort(logits_bv, axis=-1, descending=True)
     before_bv = jnp.cumsum(jax.nn.softmax(ordered_bv, axis=-1), axis=-1)
     before_bv = jnp.pad(before_bv, ((0, 0), (1, 0)))[:, :-1]
-    # The least logit whose predecessors do not reach top_p (1 is reached by rounding alone).
+    # The least logit whose predecessors do not reach top_p (only rounding can reach 1).
     inside_bv = (before_bv < top_p) | (top_p >= 1)
     least_b = jnp.min(jnp.where(inside_bv, ordered_bv, jnp.inf), axis=-1)
     return jnp.where(logits_bv >= least_b[:, None], logits_bv, -jnp.inf)

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 LANES = 128
-# Of queries and of keys: longer ones have fewer steps, these still fit a TPU's fast memory.
+# Block size of queries and keys: larger ones need fewer steps; this one fits a TPU's fast memory.
 LARGEST_BLOCK = 512
 
 
@@ -23,17 +23,17 @@ def splash_attention(
     interpret: bool = False,
     residuals: str | None = None,
 ) -> jax.Array:
-    """Causal attention of rows on themselves; no [T, T] scores in memory, forward or backward.
+    """Causal self-attention without [T, T] scores in memory, forward or backward.
 
     Query head n reads key head n // (N / K); see `attention.plain_attention`.
 
     Args:
-      segments_bt: int [B, T]: places see their own document only; None: one document a row.
-      window: a query sees itself and the w - 1 places before it.
-      activations: on a mesh, the sharding of the residual stream: every device computes its own
-        rows, and its own heads where "tensor" divides those of the keys.
-      interpret: run the kernel's program by XLA, on any platform (slowly).
-      residuals: name of what the backward pass needs beside q, k and v, for rematerialisation.
+      segments_bt: int [B, T]: positions see only their document; None: one document per row.
+      window: a query sees itself and the w - 1 positions before it.
+      activations: on a mesh, the sharding of the residual stream: every device computes its rows,
+        and its heads if "tensor" divides the key heads.
+      interpret: run the kernel's program with XLA, on any platform (slow).
+      residuals: name of the backward pass's residuals besides q, k, v, for rematerialization.
 
     Returns:
       [B, T, N, H] in q's dtype.
@@ -56,7 +56,7 @@ def splash_attention(
 
 
 def _local(q_bnth, k_bksh, v_bksh, segments_bt, *, softcap, window, interpret, residuals):
-    """Of the rows and heads of one device."""
+    """Attention of the rows and heads of one device."""
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
     heads, length = q_bnth.shape[1:3]

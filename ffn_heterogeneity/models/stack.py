@@ -1,8 +1,8 @@
-"""Layers as a few scans: segments of repeated patterns, probes, rematerialisation, restacking.
+"""Layers as a few scans: segments of repeated patterns, probes, rematerialization, restacking.
 
 Consecutive layers are grouped into segments. A segment is a short pattern of layers (Gemma-2:
-local, global) repeated r times; its parameters are stored stacked, `[r, ...]` a leaf, and one
-`lax.scan` runs it. Slot p of repeat j of a segment that starts at layer s, with P slots, is layer
+local, global) repeated r times; its parameters are stacked, each leaf `[r, ...]`, and one
+`lax.scan` runs it. In a segment that starts at layer s with P slots, slot p of repeat j is layer
 s + j * P + p.
 """
 
@@ -26,10 +26,10 @@ MAX_PATTERN = 8
 
 REMAT_POLICIES: dict[str, Callable | None] = {
     # name -> policy of jax.checkpoint; "none" saves every intermediate, "full" only block inputs
-    # (and three numbers a token, where a probe compares them with the outputs).
+    # (and three numbers per token, if a probe compares them with the outputs).
     "none": None,
     "full": jax.checkpoint_policies.save_only_these_names(BLOCK_INPUT, BLOCK_COSINE),
-    # The products of the linear layers, and what attention's own backward pass reads.
+    # The products of the linear layers, and the residuals of attention.
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         jax.checkpoint_policies.save_only_these_names(
@@ -44,19 +44,19 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """`repeats` times a pattern of `slots` layers, from layer `start` on."""
+    """A pattern of `slots` layers, repeated `repeats` times, from layer `start` on."""
 
     start: int
     slots: int
     repeats: int
 
     def layer(self, slot: int, repeat: int = 0) -> int:
-        """Index in the model of the layer at this place."""
+        """Index in the model of the layer at this slot and repeat."""
         return self.start + repeat * self.slots + slot
 
 
 def segmentation(signatures: Sequence[Hashable]) -> tuple[Segment, ...]:
-    """Groups layers of equal signature patterns: greedy, longest cover, then shortest pattern.
+    """Group layers by repeated signature patterns: greedy, longest cover, then shortest pattern.
 
     Args:
       signatures: one per layer; equal ones may share a stacked leaf.
@@ -69,7 +69,7 @@ def segmentation(signatures: Sequence[Hashable]) -> tuple[Segment, ...]:
             pattern = signatures[start : start + slots]
             while signatures[start + repeats * slots : start + (repeats + 1) * slots] == pattern:
                 repeats += 1
-            # A pattern that does not repeat gains nothing over its layers one by one.
+            # A pattern without repeats has no advantage over single layers.
             if repeats > 1 and slots * repeats > best[0] * best[1]:
                 best = (slots, repeats)
         segments.append(Segment(start, *best))
@@ -78,7 +78,7 @@ def segmentation(signatures: Sequence[Hashable]) -> tuple[Segment, ...]:
 
 
 def tree_segments(stack: dict) -> tuple[Segment, ...]:
-    """The segments a stacked tree holds, read from the tree itself.
+    """Return the segments of a stacked tree, from the tree itself.
 
     Raises:
       ValueError: a slot's leaves disagree on their leading axis.
@@ -96,11 +96,11 @@ def tree_segments(stack: dict) -> tuple[Segment, ...]:
 
 
 class Slot(NamedTuple):
-    """The layers that share leaves: those of one slot of a segment, or a layer by itself.
+    """Layers that share leaves: those of one slot of a segment, or a single layer.
 
     Attributes:
       path: "stack/segment_0/slot_1", or "layers/3".
-      layers: their indices; of stacked leaves, in the order of the first axis.
+      layers: their indices; for stacked leaves in the order of the first axis.
     """
 
     path: str
@@ -110,7 +110,7 @@ class Slot(NamedTuple):
 
 
 def slots(params: dict) -> list[Slot]:
-    """All layers of a tree, stacked or not."""
+    """Slots of all layers of a tree, stacked or not."""
     if "layers" in params:
         return [Slot(f"layers/{i}", (i,), tree, False) for i, tree in enumerate(params["layers"])]
     found = []
@@ -123,9 +123,9 @@ def slots(params: dict) -> list[Slot]:
 
 
 def layer_names(params: dict) -> dict[str, tuple[str, ...]]:
-    """Names of every leaf of a stacked tree: of a stacked leaf one a layer, "layers/3/ffn/...".
+    """Names of every leaf of a stacked tree: for a stacked leaf one per layer, "layers/3/ffn/...".
 
-    So that patterns can speak of layers, however they are stacked.
+    So patterns can refer to layers, regardless of the stacking.
     """
     names = {path: (path,) for path in flatten(params)}
     for slot in slots(params):
@@ -136,9 +136,9 @@ def layer_names(params: dict) -> dict[str, tuple[str, ...]]:
 
 
 def layer_leaves(params: dict, name: str = "") -> Iterator[tuple[int, Any]]:
-    """(layer index, subtree at `name`, e.g. "ffn/down"; "" is all) of any tree, in order.
+    """Iterate over (layer index, subtree at `name`, e.g. "ffn/down"; "" is all) of any tree.
 
-    Only that subtree is cut out of a stacked tree.
+    Only that subtree of a stacked tree is sliced.
     """
     places = {}
     for slot in slots(params):
@@ -188,7 +188,8 @@ def restack(config: ModelConfig, params: dict) -> dict:
 def stack_leaves(*leaves):
     if not all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return jnp.stack(leaves)
-    # Files hold many kernels transposed: left to itself numpy keeps that order, to be copied again.
+    # Files store many kernels transposed: by default numpy keeps that order, and copies again
+    # later.
     made = np.empty((len(leaves), *leaves[0].shape), leaves[0].dtype)
     return np.stack(leaves, out=made)
 
@@ -210,7 +211,7 @@ def check_stack(config: ModelConfig, stack: dict) -> tuple[Segment, ...]:
                 if config.layers[index] != config.layers[segment.layer(slot)]:
                     raise ValueError(
                         f"layer {index} is stacked with layer {segment.layer(slot)} but their "
-                        "configs differ: restack the tree with the config at hand"
+                        "configs differ: restack the tree with this config"
                     )
     return segments
 
@@ -235,24 +236,24 @@ def run_stack(
     remat: str = "none",
     unroll: int | bool = 1,
 ) -> tuple[jax.Array, Any]:
-    """Runs every layer, one scan per segment.
+    """Run every layer, with one scan per segment.
 
     Args:
       run_layer: (layer index for static facts, layer params, x, this layer's slice of `per_layer`)
-        -> (x, small tree). The index is that of the pattern's first occurrence: repeats share it,
-        so what differs between repeats must come through `per_layer`.
+        -> (x, small tree). The index is that of the pattern's first occurrence, which repeats
+        share: values that differ between repeats must be in `per_layer`.
       per_layer: tree of [L, ...] leaves sliced into the scan.
       remat: a name of `REMAT_POLICIES`, applied to each layer.
-      unroll: as in `lax.scan`; True unrolls each segment wholly.
+      unroll: as in `lax.scan`; True unrolls each segment completely.
 
     Returns:
-      (x, the layers' small trees stacked to [L, ...]; None where they are empty).
+      (x, the layers' small trees stacked to [L, ...]; None if they are empty).
     """
     check_choice("remat", remat, REMAT_POLICIES)
     collected = []
     for i, segment in enumerate(check_stack(config, stack)):
         own = stack[f"segment_{i}"]
-        # A wholly unrolled scan is no loop any more.
+        # A completely unrolled scan is not a loop.
         looped = unroll is not True and segment.repeats > max(int(unroll), 1)
 
         def body(x, scanned, segment=segment, looped=looped):
@@ -277,5 +278,5 @@ def _with_remat(run_layer: Callable, index: int, remat: str, looped: bool) -> Ca
 
     if remat == "none":
         return call
-    # Inside a loop XLA cannot merge the recomputation away; outside, it must be kept from it.
+    # Inside a loop XLA cannot remove the recomputation (CSE); outside, this must be prevented.
     return jax.checkpoint(call, policy=REMAT_POLICIES[remat], prevent_cse=not looped)

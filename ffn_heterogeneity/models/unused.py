@@ -18,11 +18,11 @@ def unused_leaves(
     run: Callable[[dict, Any], Any] | None = None,
     batch: Any = None,
 ) -> tuple[str, ...]:
-    """Paths of leaves that nothing depends on (0.02 s; sees through scan and remat).
+    """Paths of leaves that no output depends on (0.02 s; sees through scan and remat).
 
     Args:
-      run: (params, batch) -> a tree of all that counts; None: the model's own logits (an encoder's
-        outputs).
+      run: (params, batch) -> a tree of all outputs that count; None: the model's logits (an
+        encoder's outputs).
       batch: shapes for `run`.
     """
     from jax.interpreters import partial_eval
@@ -40,13 +40,13 @@ def unused_leaves(
 
 
 def check_leaves(config: ModelConfig, params: dict, beside: str = "") -> None:
-    """Refuses a tree that holds leaves nobody reads (Flax is silent about them).
+    """Check that all leaves of a tree are used (Flax does not report unused ones).
 
     Args:
-      beside: a root that others read ("task_head").
+      beside: a root that other code reads ("task_head").
 
     Raises:
-      ValueError: names the leaves.
+      ValueError: unused leaves; the message names them.
     """
     unused = [path for path in unused_leaves(config, params) if path.split("/")[0] != beside]
     others = {name for adapter in ADAPTERS.values() for name in adapter.for_losses}
@@ -54,7 +54,7 @@ def check_leaves(config: ModelConfig, params: dict, beside: str = "") -> None:
 
 
 def refuse_unused(config: ModelConfig, unused: Sequence[str]) -> None:
-    """Raises ValueError, which names the leaves, where there are any."""
+    """Raise ValueError with the names of unused leaves, if there are any."""
     if unused:
         more = " ..." if len(unused) > 8 else ""
         raise ValueError(

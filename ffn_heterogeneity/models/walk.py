@@ -1,7 +1,7 @@
-"""The one walk over a tree's layers, stacked or not: where each `Linear` is, and writing it back.
+"""Iteration over a tree's layers, stacked or not: finding each `Linear`, and writing it back.
 
-What experts have of their own has the axis "expert" (models/leaves.py); how many there
-are says the config, never a leaf's rank: codes and factors have ranks of their own.
+Leaves of experts have the axis "expert" (models/leaves.py). The number of experts is taken from the
+config, never from a leaf's rank, because codes and factors have other ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,10 +18,10 @@ from ffn_heterogeneity.wording import naming
 
 
 def linears(config: ModelConfig, params: dict) -> Iterator[tuple[Place, dict]]:
-    """(place, leaves of one kernel [in, out]) of every `Linear` of every layer, in order.
+    """Iterate over (place, leaves of one kernel [in, out]) of every `Linear` of every layer.
 
     Raises:
-      LeafError: a leaf that nothing declares.
+      LeafError: an undeclared leaf.
     """
     for layer, tree in enumerate(unstack(params)["layers"]):
         for name, own in nodes(tree, is_linear):
@@ -29,13 +29,13 @@ def linears(config: ModelConfig, params: dict) -> Iterator[tuple[Place, dict]]:
 
 
 def ffn_blocks(config: ModelConfig, params: dict) -> Iterator[tuple[Place, dict]]:
-    """(place, leaves of one feed-forward block) of any tree, in order; the name is "ffn".
+    """Iterate over (place, leaves of one feed-forward block) of any tree; the name is "ffn".
 
-    Of a layer with experts one an expert, without what belongs to the layer (a router).
+    A layer with experts has one block per expert, without the layer's router.
 
     Raises:
-      LeafError: a leaf that nothing declares.
-      ValueError: a quantised block.
+      LeafError: an undeclared leaf.
+      ValueError: a quantized block.
     """
     for layer, ffn in layer_leaves(params, "ffn"):
         block = {name: own for name, own in ffn.items() if _of_block(name)}
@@ -48,12 +48,12 @@ def ffn_blocks(config: ModelConfig, params: dict) -> Iterator[tuple[Place, dict]
 
 
 def _of_block(name: str) -> bool:
-    """True of what every expert has of its own."""
+    """True for leaves that each expert has separately."""
     return name in ("gate", "up", "down") or name in FFN_LEAVES
 
 
 def _by_expert(config: ModelConfig, place: Place, tree: dict) -> Iterator[tuple[Place, dict]]:
-    """(place, its part of the tree), one an expert; (place, the tree) of what has no such axis."""
+    """(place, its part of the tree) of each expert, or (place, the tree) without experts."""
     leaves = declared_at(config, place, tree)
     axes = {path: leaf.axis("expert") for path, leaf in leaves.items()}
     if not any(axes.values()):
@@ -62,7 +62,7 @@ def _by_expert(config: ModelConfig, place: Place, tree: dict) -> Iterator[tuple[
     for expert in range(config.layers[place.layer].experts or 0):
 
         def part(path: str, leaf: Any, expert=expert) -> Any:
-            axis = axes[path]  # without it (a mask for all experts) the leaf is every expert's
+            axis = axes[path]  # None: all experts share the leaf (e.g. a mask)
             return leaf if axis is None else leaf[(slice(None),) * (leaf.ndim + axis) + (expert,)]
 
         own = {path: part(path, leaf) for path, leaf in flatten(tree).items()}
@@ -70,11 +70,11 @@ def _by_expert(config: ModelConfig, place: Place, tree: dict) -> Iterator[tuple[
 
 
 def write(config: ModelConfig, params: dict, new: Mapping[Place, Mapping[str, Any]]) -> dict:
-    """The unstacked tree with the leaves at those places replaced; the tree given is untouched.
+    """Return the unstacked tree with the leaves at those places replaced; the input is unchanged.
 
     Raises:
-      ValueError: some of a layer's experts alone, or experts of unlike shapes: they stay equally
-        wide.
+      ValueError: only some of a layer's experts, or experts of different shapes (all must be
+        equally wide).
     """
     params = unstack(params)
     layers = list(params["layers"])

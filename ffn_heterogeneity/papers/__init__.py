@@ -20,10 +20,9 @@ def _file(name: str) -> Path:
 
 @functools.cache
 def printed(name: str) -> dict[str, Any]:
-    """The JSON of a paper, or of the file of the same name as a Python file (`report.paper.Paper`).
+    """Read the JSON of a paper, or the JSON next to a Python file (`report.paper.Paper`).
 
-    A row holds its labels, then its numbers; null: not printed, or cut off in the copy that was
-    read.
+    A row has its labels, then its numbers; null: not printed, or cut off in our copy.
     """
     return json.loads(_file(name).with_suffix(".json").read_text())
 

@@ -36,7 +36,7 @@ OURS = "JREG (ours)"
 
 
 def displacements(runs: Frame) -> Frame:
-    """Analyses of models, or of a series of checkpoints, apart for each reading of h_L."""
+    """Analyses of models or series of checkpoints, separately for each reading of h_L."""
     rows = c.need(runs, "analysis", "positions", *SHAPE, *EVALUATION)
     trained = rows[rows["shape.layers"].notna()]["run"]
     rows = rows[rows.analysis == "displacement"]
@@ -57,7 +57,7 @@ def displacements(runs: Frame) -> Frame:
 
 
 def two_names(rows: Frame) -> Any:
-    """Names of models; two analyses of one model have two."""
+    """Names of models, made unique if a model has two analyses."""
     runs = rows.drop_duplicates("run")
     several = runs[runs.model.duplicated(keep=False)].model
     names = rows.model + " (" + rows["run"].map(os.path.basename) + ")"

@@ -45,8 +45,7 @@ def evaluations(runs: Frame) -> Frame:
 
 
 def tunings(runs: Frame) -> Frame:
-    """Trainings of adapters; settings of MacDrop only where it drops and the curriculum reads
-    them."""
+    """Trainings of adapters; MacDrop's settings only if it drops and its curriculum uses them."""
     own = [f"macdrop.{key}" for key in ("p0", "scope", "curriculum", "a", "epochs")]
     rows = c.need(runs, "prepare", "train_only", *own)
     rows = rows[rows.prepare.astype(bool) & rows.prepare.notna()]
@@ -156,14 +155,14 @@ def table_5(adapted: Frame) -> Frame:
 
 
 def alone(rows: Frame, what: str, index: list[str], how: Any = None) -> Any:
-    """Adapters trained with MacDrop against those without it."""
+    """Paired differences of adapters trained with MacDrop from those without it."""
     rows = rows[rows.what == what]
     base, on = rows[rows[P0].isna()], ["model", "text", "trained.adapter", "attacked", "place"]
     return c.against(rows, base, index, on, (DROP, "method", "limit"), how)
 
 
 def unattacked(rows: Frame, what: str, index: list[str], how: Any = None) -> Any:
-    """Models under every attack against the same models as they are."""
+    """Paired differences of attacked models from the unattacked ones."""
     rows = rows[rows.what == what]
     on = [x for x in ("model", "text", "method", "window") if x in rows]
     free = ("attack", "k", "attacked", "config.layer", "limit", "place")

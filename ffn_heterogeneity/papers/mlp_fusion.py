@@ -53,7 +53,7 @@ def finetunings(runs: Frame) -> Frame:
 
 
 def method_of(method: Any, masked: Any, blocks: Any, tuned: Any, states: Any) -> str:
-    """The paper's name of how a model was made smaller, or ours."""
+    """The paper's name of a compression, or ours."""
     name = METHODS.get(method, method) if isinstance(method, str) else ""
     if isinstance(tuned, str):
         fused = TUNED.get(states) if method == "fusion" else None
@@ -107,7 +107,7 @@ def fused(method: str, canonical: Any, spare: Any) -> str:
 
 
 def recovered(runs: Frame) -> Frame:
-    """Language models compressed, or neurons removed, then trained on: their last measurement."""
+    """The last measurement of language models that were compressed or pruned and then trained."""
     keys = ("fuse.method", "fuse.canonical", "fuse.spare", "prune.criterion", "prune.compensation")
     rows = c.need(runs, "recover.kind", "recover.base", "recover.steps", "stages", *keys)
     rows = rows[rows["run"].str.fullmatch(r".*[/_]score") & rows["recover.kind"].notna()]
@@ -121,7 +121,7 @@ def recovered(runs: Frame) -> Frame:
 
 
 def recovered_from(method: Any, canonical: Any, spare: Any, criterion: Any, more: Any) -> str:
-    """Name of what was done to a model before it was trained on."""
+    """Name of the compression of a model before its further training."""
     if not isinstance(criterion, str):
         return fused(method, canonical, spare) if isinstance(method, str) else "whole"
     name = "entropy removal" if criterion == "entropy" else f"removal by {criterion}"
@@ -199,7 +199,7 @@ def webnlg(runs: Frame) -> Frame:
 
 
 def minus(rows: Frame, base: str, index: list[str]) -> Any:
-    """Scores against a method's, seed by seed, each at its own learning rate."""
+    """Paired differences by seed from a method's scores, each at its learning rate."""
     rows = rows[rows.what == SCORE]
     return c.against(rows, default(rows[rows.method == base]), index, ON, FREE)
 

@@ -52,7 +52,7 @@ def windows(rows: Frame) -> Any:
 
 
 def method_of(criterion, reverse, compensation, protect, lose, calibration, tokens, ordered) -> str:
-    """Name of a removal: the paper's if it has one, and what it does besides."""
+    """Name of a removal: the paper's if it has one, with further settings."""
     plain = criterion if compensation in (None, "none") else f"{criterion}, {compensation}"
     parts = [METHODS.get(plain, plain)]
     parts += ["reversed"] if reverse else []

@@ -1,4 +1,4 @@
-"""Rules of which leaves train, and their shardings, by the names of their axes.
+"""Rules for trainable leaves, and shardings of leaves by the names of their axes.
 
 A user's rule is `(regex, value)`; the regex is searched (not matched whole) in the leaf's path
 ("stack/segment_0/slot_0/ffn/down/kernel") and the first rule that matches decides. Rules are
@@ -17,32 +17,33 @@ from ffn_heterogeneity.tree import Leaf, flatten, is_auxiliary
 from ffn_heterogeneity.wording import naming
 
 MESH_AXES = ("data", "fsdp", "tensor")
-# Dimension of a leaf -> the axis of the mesh that cuts it; others are whole on every device. "fsdp"
-# lies on the model width, "tensor" on heads, inner neurons, vocabulary. Layers are never cut: the
-# scan slices them; nor are experts. NF4's codes hold two inputs a byte ("neurons/half"): a mesh
-# that cuts a kernel's inputs has to divide half of them.
+# Dimension of a leaf -> the mesh axis that shards it; other dimensions are replicated. "fsdp"
+# shards the model width, "tensor" heads, inner neurons and vocabulary. Layers are not sharded,
+# because the scan slices them; nor are experts. NF4's codes hold two inputs per byte
+# ("neurons/half"): a mesh that shards a kernel's inputs must divide half of them.
 CUT = dict.fromkeys(("neurons", "queries", "keys", "vocab", "pooled"), "tensor")
 CUT["d_model"] = "fsdp"
 
 
 class RuleError(ValueError):
-    """A rule without a leaf, or a leaf that a mesh cannot cut; the message names it."""
+    """A rule matches no leaf, or a mesh cannot shard a leaf; the message names it."""
 
 
 def match_rules(
     rules: Sequence[tuple[str, Any]], names: Mapping[str, Sequence[str]], default: Any
 ) -> dict[str, Any]:
-    """`{path: value of the first rule whose regex is found}`; a tuple of one value a layer, where
-    the layers of a stacked leaf differ.
+    """Return `{path: value of the first matching rule}`.
+
+    The value is a tuple with one value per layer if the layers of a stacked leaf differ.
 
     Args:
       rules: `(regex, value)` pairs, in order.
-      names: path -> the leaf's names, one a layer (`models.stack.layer_names`): a regex is searched
-        in the path and in the layer's name.
-      default: of what no rule speaks of.
+      names: path -> the leaf's names, one per layer (`models.stack.layer_names`): a regex is
+        searched in the path and in the layer's name.
+      default: value of leaves that no rule matches.
 
     Raises:
-      RuleError: a rule decides nothing; a regex is not one.
+      RuleError: a rule has no effect, or an invalid regex.
     """
     compiled = []
     for pattern, value in rules:
@@ -76,19 +77,19 @@ def trainable_mask(
     train_only: Sequence[str] = (),
     names: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
-    """`{path: trains}`: what is declared to train, where the user's patterns do not freeze it.
+    """Return `{path: trains}` from the declarations and the user's patterns.
 
-    Where a pattern splits the layers of a stacked leaf, a tuple of one bool a layer (which is true
-    as a whole: some of it trains).
+    If a pattern splits the layers of a stacked leaf, the value is a tuple of one bool per layer
+    (which is truthy: some of the leaf trains).
 
     Args:
-      leaves: `models.leaves.declared`; data and what belongs to a teacher never train.
+      leaves: `models.leaves.declared`; data and a teacher's leaves never train.
       freeze: regexes of leaves that do not train.
       train_only: regexes of the only leaves that train (after `freeze`); empty: all of them.
       names: of the leaves' layers, as in `match_rules`.
 
     Raises:
-      RuleError: a pattern matches nothing, or nothing is left to train.
+      RuleError: a pattern matches nothing, or no leaf trains.
     """
     trained = [path for path, leaf in leaves.items() if leaf.trains and not is_auxiliary(path)]
     rules = [(pattern, False) for pattern in freeze] + [(pattern, True) for pattern in train_only]
@@ -104,10 +105,10 @@ def trainable_mask(
 def make_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh over the three axes; (1, 1, 1) is the one-device mesh.
+    """Make a mesh over the three axes; (1, 1, 1) is the one-device mesh.
 
     Args:
-      data, fsdp, tensor: sizes; at most one of them -1, which takes the devices that are left.
+      data, fsdp, tensor: sizes; one of them may be -1 and takes the remaining devices.
       devices: None: all of JAX's.
 
     Raises:
@@ -141,20 +142,20 @@ def mesh_sizes(data: int, fsdp: int, tensor: int, count: int) -> tuple[int, ...]
 
 
 def spec_of(leaf: Leaf) -> PartitionSpec:
-    """The axes of a mesh over which the axes of a leaf are cut."""
+    """The mesh axes that shard the axes of a leaf."""
     if not leaf.cut:
         return PartitionSpec()
     return PartitionSpec(*(CUT.get(axis.removesuffix("/half")) for axis in leaf.axes))
 
 
 def shardings(mesh: Mesh | AbstractMesh, tree: Any, leaves: Mapping[str, Leaf]) -> Any:
-    """The tree of `NamedSharding`s of `tree` (arrays or ShapeDtypeStructs).
+    """Return the tree of `NamedSharding`s of `tree` (arrays or ShapeDtypeStructs).
 
     Args:
       leaves: `models.leaves.declared` of the tree.
 
     Raises:
-      RuleError: an axis that the mesh cannot cut into equal parts.
+      RuleError: an axis that the mesh cannot divide into equal parts.
     """
     placed = {}
     for path, array in flatten(tree).items():
@@ -181,11 +182,11 @@ def batch_sharding(mesh: Mesh, accumulated: bool = True) -> NamedSharding:
 
 
 def run_shardings(mesh: Mesh) -> dict[str, NamedSharding]:
-    """The fields of `RunOptions` that speak of a mesh.
+    """The fields of `RunOptions` that depend on the mesh.
 
-    `activations`: the residual stream [B, T, D], examples over `data` and `fsdp`, whole otherwise.
-    `table`: the embedding [V, D] while tokens are looked up: its rows over `tensor`, whole ones, so
-    that each device answers for the tokens it has.
+    `activations`: the residual stream [B, T, D], sharded over `data` and `fsdp` by example.
+    `table`: the embedding [V, D] during look-up: complete rows, sharded over `tensor`, so that each
+    device looks up the tokens of its rows.
     """
     return {
         "activations": NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None, None)),
@@ -198,11 +199,11 @@ def describe_shardings(tree: Any, placed: Any) -> dict[str, dict[str, Any]]:
 
     Args:
       tree: arrays or ShapeDtypeStructs.
-      placed: the tree's shardings, e.g. `state_shardings(mesh, state, leaves)`, on a mesh whose
-        shape is all that is read: no device need exist.
+      placed: the tree's shardings, e.g. `state_shardings(mesh, state, leaves)`; only the mesh's
+        shape is used, so the devices need not exist.
 
     Raises:
-      ValueError: `placed` is of another structure, or cuts an axis into unequal parts.
+      ValueError: `placed` has another structure, or divides an axis into unequal parts.
     """
     if jax.tree.structure(placed) != jax.tree.structure(tree):
         raise ValueError("the shardings are those of another tree")

@@ -1,4 +1,4 @@
-"""Arrays from the host to the devices and back, in one process or many."""
+"""Transfer of arrays between host and devices, with one or several processes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 
 def local_rows(sharding: NamedSharding, batch_size: int, accumulation: int) -> list[int]:
-    """The rows of a global batch [batch_size, T] that this process feeds, micro-batch by
-    micro-batch.
+    """Rows of a global batch [batch_size, T] that this process feeds, by micro-batch.
 
     Args:
-      sharding: of accumulated batches [A, B / A, T], from `partition.batch_sharding`. Processes
-        that share a part (a tensor axis across hosts) feed the same rows.
+      sharding: sharding of accumulated batches [A, B / A, T], from `partition.batch_sharding`.
+        Processes that share a part (a tensor axis across hosts) feed the same rows.
 
     Raises:
-      ValueError: micro-batches that the mesh cannot cut into equal parts.
+      ValueError: micro-batches that the mesh cannot divide into equal parts.
     """
     rows = rows_of_micro_batch(sharding.mesh, batch_size, accumulation)
     indices = sharding.devices_indices_map((accumulation, rows))
@@ -27,10 +26,10 @@ def local_rows(sharding: NamedSharding, batch_size: int, accumulation: int) -> l
 
 
 def rows_of_micro_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulation: int) -> int:
-    """B / A.
+    """Return B / A, the rows per micro-batch.
 
     Raises:
-      ValueError: micro-batches that the mesh cannot cut into equal parts.
+      ValueError: micro-batches that the mesh cannot divide into equal parts.
     """
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch_size % (accumulation * parts):
@@ -43,7 +42,7 @@ def rows_of_micro_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulation
 
 
 def place_batch(batch: Mapping[str, np.ndarray], sharding: Sharding | None) -> dict[str, jax.Array]:
-    """This process's rows of a batch -> global arrays."""
+    """Convert this process's rows of a batch to global arrays."""
     if sharding is None:
         return jax.device_put(dict(batch))
     return {
@@ -52,7 +51,7 @@ def place_batch(batch: Mapping[str, np.ndarray], sharding: Sharding | None) -> d
 
 
 def place_scalars(values: Mapping[str, float], sharding: Sharding | None) -> dict[str, jax.Array]:
-    """Floats that are the same in every process -> replicated float32 scalars."""
+    """Convert floats, equal in every process, to replicated float32 scalars."""
     scalars = {name: np.float32(value) for name, value in values.items()}
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(scalars, sharding)
@@ -63,7 +62,7 @@ def place_scalars(values: Mapping[str, float], sharding: Sharding | None) -> dic
 
 
 def to_host(tree: Any) -> Any:
-    """Every leaf as a whole numpy array in every process, one leaf gathered after the other."""
+    """Gather every leaf as a complete numpy array in every process, one leaf at a time."""
 
     def fetch(leaf):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
@@ -80,10 +79,10 @@ def to_host(tree: Any) -> Any:
 def cut(
     batch: Mapping[str, np.ndarray], accumulation: int, stop: bool = False
 ) -> dict[str, np.ndarray]:
-    """Rows [B, ...] as micro-batches [A, B / A, ...]; of several processes also a wish to stop.
+    """Reshape rows [B, ...] to micro-batches [A, B / A, ...]; several processes add a stop flag.
 
     Raises:
-      ValueError: rows that the accumulation does not divide.
+      ValueError: the accumulation does not divide the rows.
     """
     for name, leaf in batch.items():
         if leaf.shape[0] % accumulation:

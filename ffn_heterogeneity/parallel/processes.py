@@ -1,4 +1,4 @@
-"""Several processes that train as one: how they find each other, and who speaks."""
+"""Several processes of one run: how they connect, and which one prints."""
 
 import os
 import re
@@ -13,23 +13,23 @@ from ffn_heterogeneity.wording import first_line
 ALONE = "alone"  # One of several tasks of a SLURM step, each a separate run.
 WAYS = (
     "'', 'auto' (TPU pod, SLURM, Open MPI), <host>:<port>,<processes>,<index>, or 'alone' (one of "
-    "several SLURM tasks that are runs of their own)"
+    "several SLURM tasks that are separate runs)"
 )
 
 
-# One device of a program holds a few threads at a time: one for itself, one for each collective
-# that it started during other work.
+# Threads per device of a program: one for itself, one for each collective that it started during
+# other work.
 THREADS_PER_FAKE_DEVICE = 4
 
 
 def give_fake_devices_threads() -> int:
-    """Enough threads for the fake CPU devices that XLA_FLAGS asks for, if any; their number.
+    """Provide enough threads for the fake CPU devices of XLA_FLAGS, if any; return their number.
 
     XLA:CPU runs independent parts of a program on a pool of as many threads as there are devices
-    (or cores), and a collective keeps its thread until the other devices have come. Where all
-    threads wait so, the part that they wait for never starts, and after 40 seconds the process
-    dies with "Termination timeout for all reduce". NPROC is the pool's size; it is left as it is
-    where the environment sets it. Call it before JAX's first computation.
+    (or cores), and a collective keeps its thread until the other devices arrive. If all threads
+    wait like this, the awaited part never starts, and after 40 seconds the process dies with
+    "Termination timeout for all reduce". NPROC is the pool's size; a value set in the environment
+    is kept. Call it before JAX's first computation.
     """
     asked = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.getenv("XLA_FLAGS", ""))
     devices = int(asked[-1]) if asked else 0
@@ -39,15 +39,15 @@ def give_fake_devices_threads() -> int:
 
 
 def initialize(how: str) -> None:
-    """Joins this process to the others; call it before any computation.
+    """Connect this process with the others; call it before any computation.
 
     Args:
-      how: "" and "alone" stay alone; "auto" lets JAX find the others from the machine (TPU pods,
-        SLURM, Open MPI); "<host>:<port>,<processes>,<index>" says it: the address of process 0, how
-        many there are, and which this is.
+      how: "" and "alone": no other processes; "auto": JAX finds the others (TPU pods, SLURM, Open
+        MPI); "<host>:<port>,<processes>,<index>": address of process 0, number of processes, and
+        index of this process.
 
     Raises:
-      ValueError: `how` cannot be understood, or the others cannot be reached.
+      ValueError: an invalid `how`, or the others cannot be reached.
     """
     if how in ("", ALONE):
         return
@@ -67,26 +67,26 @@ def initialize(how: str) -> None:
             f"distributed={how!r}: the processes could not be joined ({first_line(error)}); "
             "start every process, each with its own index, and check the address"
         ) from error
-    # XLA:CPU loses the order of collectives in and around a loop where a program comes from the
-    # cache: one process then sums what another gathers, and both wait for ever (jaxlib 0.10.2).
+    # XLA:CPU loses the order of collectives in and around a loop if a program comes from the cache:
+    # one process then sums while another gathers, and both wait forever (jaxlib 0.10.2).
     if jax.default_backend() == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)
 
 
 def devices_seen(how: str) -> str:
-    """A line on the devices of this process and of its run; `how` as given to `initialize`.
+    """One-line description of the devices of this process and its run; `how` as in `initialize`.
 
     Raises:
-      ValueError: it is one of several processes, or its node has several GPUs, and it sees only its
-        own devices. Under SLURM JAX gives a process one GPU, whatever its node has (jax #16788).
+      ValueError: one of several processes, or a process on a node with several GPUs, sees only its
+        own devices. (Under SLURM, JAX gives a process one GPU of its node, see jax #16788.)
     """
     here, together = jax.local_device_count(), jax.device_count()
     told = int(how.split(",")[1]) if "," in how else _of_slurm("STEP_NUM_TASKS")
     if told > 1 and together == here and how != ALONE:
         raise ValueError(
             f"distributed={how!r}: this is one of {told} processes and sees only its own {here} "
-            f"devices; --distributed=auto joins them, --distributed={ALONE} says that each is "
-            "a run of its own"
+            f"devices; --distributed=auto joins them, --distributed={ALONE} makes each a "
+            "separate run"
         )
     gpus = _of_slurm("GPUS_ON_NODE") if jax.default_backend() == "gpu" else 0
     used = here * _of_slurm("STEP_TASKS_PER_NODE")
@@ -102,33 +102,33 @@ def devices_seen(how: str) -> str:
 
 
 def _of_slurm(name: str) -> int:
-    """The largest number of a variable: of "2(x3),1" 2 tasks a node and not 3 nodes; else 1."""
+    """Largest number in a variable, by default 1; in "2(x3),1", 2 tasks per node, not 3 nodes."""
     text = re.sub(r"\(x\d+\)", "", os.getenv(f"SLURM_{name}", ""))
     return max(map(int, re.findall(r"\b\d+\b", text)), default=1)
 
 
 def is_main() -> bool:
-    """True if this process writes what is written once: metrics, results, the exported model."""
+    """True for the process that writes metrics, results and the exported model."""
     return jax.process_index() == 0
 
 
 def say(line: str) -> None:
-    """Writes a note on standard error, once for all processes."""
+    """Print a note on standard error, once for all processes."""
     if is_main():
         print(line, file=sys.stderr, flush=True)
 
 
 def answer(line: str) -> None:
-    """Writes a result on standard output, once for all processes."""
+    """Print a result on standard output, once for all processes."""
     if is_main():
         print(line, flush=True)
 
 
 def on_main(function: Callable[[], Any]) -> Any:
-    """Runs `function` in the main process while the others wait; its result there, None elsewhere.
+    """Run `function` in the main process while the others wait; return None in the others.
 
     Raises:
-      RuntimeError: in the others, when it raised in the main process.
+      RuntimeError: in the others, if it raised in the main process.
     """
     if jax.process_count() == 1:
         return function()
@@ -138,7 +138,7 @@ def on_main(function: Callable[[], Any]) -> Any:
     if is_main():
         try:
             result = function()
-        except BaseException as error:  # the others must not wait for ever
+        except BaseException as error:  # the others must not wait forever
             failed = error
     good = bool(multihost_utils.broadcast_one_to_all(failed is None))
     if failed is not None:

@@ -3,9 +3,9 @@
     x = h_{l-1};  a = LN(x);  b = ATTN(a);  y = x + b;  c = LN(y);  i = act(c G) * (c U);  f = i W;
     h_l = y + f
 
-The paper follows these states through the early layers while the bos token stands alone, and finds
-the first huge number in i, the intermediate state, of one early layer. Where a family norms the
-branches' outputs as well, b and f are those before that norm.
+The paper follows these states of a lone bos token through the early layers, and finds the first
+massive value in i, the intermediate state, of one early layer. For families that also normalize the
+branches' outputs, b and f are the outputs before that norm.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ from ffn_heterogeneity.models.block import LayerIO
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.displacement import counted_tokens
 
-# Kept of each state, so that layers of any width report alike; attacks want 30 at most.
+# Saved values per state, equal for layers of any width; attacks need at most 30.
 TOP = 32
-# The paper's states in the order in which a layer computes them, and where they are seen.
+# The paper's states in the order in which a layer computes them, and their fields in `LayerIO`.
 STATES = {
     "h_in": "block_input",
     "attention_norm": "attention_input",
@@ -33,9 +33,9 @@ STATES = {
 
 
 def largest(x_btm: jax.Array) -> dict[str, jax.Array]:
-    """The largest |x| [B, T, M], float32: "values" [B, T, 32] falling, "indices", "median" [B, T].
+    """The largest |x| of x [B, T, M]: "values" [B, T, 32] descending, "indices", "median" [B, T].
 
-    Narrower states are filled up with 0 at index -1.
+    Values are float32. Narrower states are padded with 0 at index -1.
     """
     size_btm = jnp.abs(x_btm.astype(jnp.float32))
     values, indices = jax.lax.top_k(size_btm, min(TOP, x_btm.shape[-1]))
@@ -55,7 +55,7 @@ def _magnitudes(seen: LayerIO, batch: dict, per_layer: Any) -> dict[str, dict[st
     }
 
 
-# {state: `largest` of it}, of every token (of padding: zeros); a row an example.
+# {state: its `largest`} of every token (zeros for padding), one row per example.
 MAGNITUDES = Probe("magnitudes", _magnitudes, kind="example")
 
 
@@ -69,6 +69,6 @@ def _sinks(seen: LayerIO, batch: dict, per_layer: Any) -> dict[str, jax.Array]:
     }
 
 
-# The share of attention that goes to the row's first token, of all later ones, over heads: float32
-# [L] each. (Section 2.1: attention sinks.) Documents packed behind it do not see it: they count 0.
+# The share of attention of all later tokens to the row's first token, over heads: float32 [L] each.
+# (Section 2.1: attention sinks.) Later packed documents do not see it and count as 0.
 SINKS = Probe("sinks", _sinks, needs=frozenset({"sink_weights"}))

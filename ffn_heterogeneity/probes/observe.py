@@ -1,4 +1,4 @@
-"""The one loop over data that observes a model: a forward pass a batch, and what its probes saw."""
+"""Observation of a model over data: one forward pass per batch, and its probes' results."""
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,17 +21,17 @@ def observe(
     *probes: Probe,
     options: RunOptions = RunOptions(),
 ) -> dict[str, Any]:
-    """{name of a probe: its results of all layers, [L, ...], on the host}.
+    """Return {name of a probe: its results of all layers, [L, ...], on the host}.
 
-    Sums are added up over the batches, in float64; of a probe whose kind is "example" the rows of
-    all batches stand one behind the other, [L, rows, ...].
+    Sums are added over the batches in float64; for a probe of kind "example" the rows of all
+    batches are concatenated, [L, rows, ...].
 
     Args:
       params: stacked tree; numpy leaves are put on the device once.
-      batches: as `causal_lm.forward` reads them; those of one shape are one program.
+      batches: as for `causal_lm.forward`; batches of one shape share a compiled program.
 
     Raises:
-      ValueError: there are none.
+      ValueError: no batches.
     """
     params, total = jax.device_put(params), None
     for batch in batches:
@@ -54,13 +54,13 @@ def observe(
 def token_batches(
     rows: Sequence[np.ndarray], size: int, longest: int = 0, progress: str | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Batches of rows of token ids: "tokens" and "segment_ids", 0 where there is no token.
+    """Batches of rows of token ids: "tokens" and "segment_ids", 0 at padding.
 
-    All have one shape, int32 [size, longest], so that one program does them all.
+    All have the same shape, int32 [size, longest], so that they need only one program.
 
     Args:
-      size: rows at once, at most.
-      longest: 0: the longest row's length.
+      size: maximum rows per batch.
+      longest: length of the batches; 0: the longest row's length.
       progress: label of the progress bar; None: no bar.
     """
     size, longest = min(size, len(rows)), longest or max(map(len, rows))

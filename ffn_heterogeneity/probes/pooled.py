@@ -1,8 +1,7 @@
-"""The pooled token's state after every block: what depth-wise pooling sums up (P-32, section 3).
+"""The pooled token's state after every block, for depth-wise pooling (P-32, section 3).
 
-One vector an example and layer leaves the scan, [L, B, D], never the states of all tokens. An
-encoder's pooled token is its first, [CLS]; a decoder's is the last that is no padding, wherever
-padding stands.
+The scan returns one vector per example and layer, [L, B, D], never the states of all tokens. An
+encoder's pooled token is its first, [CLS]; a decoder's is the last one that is not padding.
 """
 
 import functools
@@ -16,7 +15,7 @@ from ffn_heterogeneity.probes.base import Probe
 
 
 def pooled_places(segment_ids_rt: jax.Array, first: bool, examples: int = 1) -> jax.Array:
-    """The place of each example's pooled token, int32 [R, E]: its first or last one.
+    """Position of each example's pooled token, int32 [R, E]: its first or last token.
 
     A row's examples are its segments 1 to `examples`; 0 is padding.
     """
@@ -30,7 +29,7 @@ def pooled(x_rtd: jax.Array, batch: Mapping[str, jax.Array], first: bool) -> jax
     """The pooled token's vectors, [B, D].
 
     Args:
-      batch: "segment_ids" [R, T], and "valid" [B] where a row holds several examples.
+      batch: "segment_ids" [R, T], and "valid" [B] if rows contain several examples.
     """
     segments_rt = batch["segment_ids"]
     examples = len(batch["valid"]) // len(segments_rt) if "valid" in batch else 1
@@ -41,12 +40,12 @@ def pooled(x_rtd: jax.Array, batch: Mapping[str, jax.Array], first: bool) -> jax
 
 @functools.cache
 def pooled_probe(first: bool, final_norm: bool = False) -> Probe:
-    """The probe "pooled", [L, B, D] of the block outputs; the embedding is not among them.
+    """The probe "pooled": the block outputs [L, B, D], without the embedding.
 
     Args:
       first: whether the first token is pooled, or the last.
-      final_norm: the last block's output is taken behind the model's final norm and the others are
-        as they are: `hidden_states` of the usual torch library.
+      final_norm: whether the last block's output is taken after the model's final norm, like
+        `hidden_states` of transformers.
     """
 
     def function(seen: Any, batch: dict, per_layer: Any) -> jax.Array:

@@ -71,7 +71,7 @@ def among(name: str, names: Names) -> bool:
 
 
 def one_setting(frame: Frame, by: Names = (), except_for: Names = ()) -> None:
-    """Check that runs with equal `by` (all runs, without it) have equal settings, but for seeds.
+    """Check that runs with equal `by` (by default all runs) have equal settings except seeds.
 
     Args:
       except_for: settings that may differ; "losses.": all that begin so.
@@ -94,7 +94,7 @@ def one_setting(frame: Frame, by: Names = (), except_for: Names = ()) -> None:
 
 
 def without_idle_losses(rows: Frame, but: Names = ()) -> Frame:
-    """The rows without the settings of losses whose weight is 0; `but`: those that stay."""
+    """Remove the settings of losses whose weight is 0, except those of `but`."""
     for weight in [name for name in rows if re.fullmatch(r"losses\.\w+\.weight", name)]:
         idle = ~rows[weight].fillna(0).astype(bool)
         names = [x for x in rows if x.startswith(weight[:-6]) and not x.startswith(tuple(but))]
@@ -167,7 +167,7 @@ def points(
 
 
 def label(rows: Frame, text: Callable[..., str], *columns: str) -> Any:
-    """A text for each row, of the values of these columns; missing where one alone is missing."""
+    """A text for each row from the values of these columns; missing if a single one is missing."""
     values = rows[list(columns)].itertuples(index=False)
     made = [None if len(x) == 1 and pandas.isna(x[0]) else text(*x) for x in values]
     return pandas.Series(made, rows.index, dtype=object)
@@ -250,7 +250,7 @@ def against(
 
     Args:
       on: labels that both sides share; groups without a base have no value.
-      free: settings in which the sides differ; all others but `index` have to be equal.
+      free: settings that may differ between the sides; all others except `index` must be equal.
       how: a function of the two sides; default: `difference`, seed by seed.
     """
     rows, base = (x[x.index.isin(last(x).index)] for x in (rows, base))  # in their order
@@ -274,15 +274,15 @@ def by_seed(rows: Frame) -> dict[Any, float]:
 
 
 def difference(own: Frame, other: Frame) -> Any:
-    """Mean difference seed by seed, with Student's interval (`differences`)."""
+    """Mean of the differences paired by seed, with Student's interval (`differences`)."""
     return stats.interval(differences(by_seed(own), by_seed(other)))
 
 
 def differences(own: Mapping[Any, float], other: Mapping[Any, float]) -> list[float]:
-    """Differences of the seeds that both sides have.
+    """Differences for the seeds that both sides have.
 
-    A side without seeds (None) meets every seed of the other. With no seed in common: the
-    difference of the means, one value.
+    A side without seeds (None) is compared with every seed of the other. Without a common seed, it
+    is the difference of the means, one value.
     """
     if not own or not other:
         return []

@@ -1,4 +1,4 @@
-"""Runs side by side: what was set, what came out, and the curves (`scripts/report.py`)."""
+"""Comparison of runs: differing settings, results and curves (`scripts/report.py`)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ NOTE = "Curves of several seeds are means, with bands from the lowest to the hig
 
 
 class Runs(NamedTuple):
-    """Runs, those of one "label" the seeds of one work directory.
+    """Several runs; runs with the same "label" are the seeds of one work directory.
 
     Attributes:
-      settings: a row a run; "folder" is the work directory, "label" its path below the directory
-        that all of them lie in.
-      rows: what was measured, without rows of single layers.
-      curves: likewise, of every step.
+      settings: one row per run; "folder" is the work directory, "label" its path below the common
+        parent directory.
+      rows: measurements, without rows of single layers.
+      curves: the same for every step.
     """
 
     settings: Frame
@@ -44,13 +44,13 @@ class Runs(NamedTuple):
 
 
 def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "compare") -> str:
-    """Writes `<output>/<name>.md` and, where there are curves, `<name>.png`; returns the text.
+    """Write `<output>/<name>.md` and, if there are curves, `<name>.png`; return the text.
 
     Args:
       paths: work directories; of sweeps, folders and archives every run in them.
 
     Raises:
-      ValueError: `output` is a file; a path is no run or holds none, or a file in it is damaged.
+      ValueError: `output` is a file; a path contains no run, or a file in it is damaged.
     """
     output, runs = tables.directory(output), read_runs(paths)
     labels = runs.settings["label"].unique()
@@ -82,7 +82,7 @@ def read_runs(paths: Sequence[str]) -> Runs:
     places = [path if "://" in path else os.path.realpath(path) for path in map(os.fspath, paths)]
     rows, curves, settings = everything(*places)
     settings["folder"] = settings.index.str.replace(r"/seed_\d+$", "", regex=True)
-    # Of a run over seeds, a sweep and a job of stages what lies in their folders.
+    # For a run over seeds, a sweep or a job of stages, the runs in its folders.
     holders = settings.index.isin(settings.index.map(os.path.dirname))
     settings = settings[~holders | settings.index.isin(curves["run"])]
     names = settings.folder.unique()
@@ -93,7 +93,7 @@ def read_runs(paths: Sequence[str]) -> Runs:
 
 
 def states(runs: Runs) -> Iterator[tuple[str, str, str]]:
-    """(label, how far it is, work directory) of each."""
+    """(label, progress, work directory) of each."""
     known = progress(runs.rows, runs.curves)
     for (label, folder), its in runs.settings.groupby(["label", "folder"], sort=False):
         open_ones = [run for run in its.index if known.get(run) != "finished"]
@@ -120,9 +120,9 @@ def text_of(value: Any) -> str:
 
 
 def numbers(runs: Runs) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): a value per run, and after each but the first what it is to the first's.
+    """(header, rows): a value per run, and difference and ratio to the first run's.
 
-    The last evaluation's; of a run that has not ended the last so far.
+    Values are those of the last evaluation so far.
     """
     begun = runs.curves[runs.curves.what.str.startswith("validation/")]
     begun = begun[~begun["run"].isin(runs.rows["run"])]
@@ -156,7 +156,7 @@ def _against(value: float | None, first: float | None) -> tuple[str, str]:
 
 
 def notes_of(runs: Runs) -> Iterator[str]:
-    """Remarks for a reader: what is missing, and what is not finite."""
+    """Notes about missing and non-finite results."""
     for run, label in runs.settings[~runs.settings.index.isin(runs.rows["run"])]["label"].items():
         yield f"{label}: without results: {os.path.basename(run)}"
     bad = runs.curves[~np.isfinite(runs.curves["value"])]

@@ -1,4 +1,4 @@
-"""Figures: panels of lines, and bars. One colour-blind-safe set of colours throughout."""
+"""Figures: panels of lines, and bars, with color-blind-safe colors."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One pair of axes; `log`: values that span more than a decade stand on a log scale; `dots`:
-    points that no line joins."""
+    """One pair of axes.
+
+    `log`: use a log scale if values span more than a decade; `dots`: points without lines.
+    """
 
     title: str
     lines: Sequence[Line]
@@ -47,9 +49,9 @@ class Panel(NamedTuple):
 
 
 def of_seeds(label: str, curves: Sequence[Mapping[int, float]]) -> Line:
-    """The line of one run's, or record's, seeds, where every curve has a value.
+    """The line of the seeds of a run or record, at x values where every curve has a value.
 
-    A mean over other seeds at other places would jump where a seed ends.
+    (A mean over different seeds at different x would jump where a seed ends.)
     """
     x = sorted(set.intersection(*map(set, curves))) if curves else []
     more = f" (mean of {len(curves)} seeds)" if len(curves) > 1 else ""
@@ -167,7 +169,7 @@ def save(figure, path: str | os.PathLike) -> None:
 
 
 def save_if(figure, path: epath.Path) -> str:
-    """Saves the figure, and returns Markdown that shows it; without one "", nor a file of it."""
+    """Save the figure and return Markdown that shows it; without a figure remove the file."""
     if figure is None:
         path.unlink(missing_ok=True)  # of runs that were reported here before
         return ""
@@ -179,9 +181,9 @@ def curves_figure(
     panels: Mapping[str, Mapping[str, Mapping[int, float]]], path: str | os.PathLike,
     *, xlabel: str = "step", ylabel: str = "", bounds: Sequence[float] = (),
 ) -> None:  # fmt: skip
-    """One line a curve; NUCL's Figures 2 and 3, JREG's 2 and 4.
+    """Draw one line per curve; NUCL's Figures 2 and 3, JREG's 2 and 4.
 
-    Without matplotlib nothing is drawn, and one line on stderr says so: the numbers are elsewhere.
+    Without matplotlib nothing is drawn and a message is printed: the numbers are in other files.
 
     Args:
       panels: title -> label -> {x: y}.

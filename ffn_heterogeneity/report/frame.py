@@ -1,4 +1,4 @@
-"""Runs as pandas frames: a row a measurement, the run's settings as columns."""
+"""Runs as pandas frames: one row per measurement, with the run's settings as columns."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ SETTINGS = "config."
 
 
 def results(*directories: str | os.PathLike) -> pandas.DataFrame:
-    """Every measurement of every finished run in some directories, one a row.
+    """Return all measurements of all finished runs in some directories, one per row.
 
     Args:
       directories: work directories of runs, of sweeps or of runs over seeds, folders of such, and
         archives of them (.tar.xz and the like, read without being unpacked).
 
     Returns:
-      The fields of a row (`io.rows.FIELDS`; docs/rows.md says what each name of "what" means); the
-      run's path in "run", a short name of its model in "model", the run that wrote that model in
-      "origin"; its settings in "config.<key>", as on the command line, but one name for data that
-      several runs found to be the same. "seed" is the config's where a row has none. What does not
-      apply is missing; lists of settings are tuples.
+      The fields of a row (`io.rows.FIELDS`; docs/rows.md documents the names in "what"); the run's
+      path in "run", a short name of its model in "model", the run that wrote that model in
+      "origin"; its settings in "config.<key>", as on the command line, except that data with the
+      same content have the same name. "seed" is the config's if a row has none. Values that do not
+      apply are missing; lists of settings are tuples.
 
     Raises:
       ImportError: pandas is not installed.
-      ValueError: there is no run in a directory, or a file is damaged; the message names it.
+      ValueError: a directory without runs, or a damaged file; the message names it.
     """
     return everything(*directories, read=files.READ)[0]
 
 
 def curves(*directories: str | os.PathLike, what: Sequence[str] = ()) -> pandas.DataFrame:
-    """Measurements of runs while they train (metrics.jsonl), also of those that have not ended.
+    """Return the measurements during training (metrics.jsonl), also of unfinished runs.
 
     Args:
       what: names of measurements, with their split: "validation/nll"; none: all of them.
 
     Returns:
-      A frame like that of `results`, a row for each step, and layer where there is one a layer.
+      A frame like that of `results`, with one row per step (and per layer, for such measurements).
 
     Raises:
       ImportError, ValueError: see `results`.
@@ -158,8 +158,10 @@ def _settings(runs: Mapping[str, Facts]) -> pandas.DataFrame:
 
 
 def _configs(found: Mapping[str, files.Texts]) -> dict[str, dict[str, Any]]:
-    """The config of each folder; one of a seed, or without a config, has its parent's; one of a
-    stage has the groups of all stages beside its own keys."""
+    """The config of each folder; folders of seeds, or without a config, have their parent's.
+
+    The config of a stage also has the groups of all stages.
+    """
     configs: dict[str, dict[str, Any]] = {}
     for path, texts in found.items():
         parent, name = os.path.split(path)

@@ -1,4 +1,4 @@
-"""Links between runs: one read a model that another wrote, or the same data under another name."""
+"""Links between runs: models that another run wrote, and equal data under different names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Facts(NamedTuple):
 
 
 def spell_alike(runs: Iterable[Facts]) -> None:
-    """Data that runs found to be the same (`inputs`) gets one name in their configs, the first."""
+    """Give data with equal fingerprints (`inputs`) one name in the configs, the first one."""
     first: dict[tuple[str, str], Any] = {}
     for run in runs:
         for key, mark in run.inputs.items():
@@ -29,8 +29,10 @@ def spell_alike(runs: Iterable[Facts]) -> None:
 
 
 def model_names(runs: Iterable[Facts]) -> list[str]:
-    """ "smollm2-135m" of a path or hub id, a run's name for that run's own; the whole path where
-    two models would have one name."""
+    """Short names of models: "smollm2-135m" for a path or hub id, a run's name for its model.
+
+    The whole path is used if two models would have the same name.
+    """
     configs = [run.config for run in runs]
     paths = [str(config.get("model") or "model") for config in configs]
     paths = [path if "://" in path else os.path.normpath(path) for path in paths]
@@ -51,8 +53,8 @@ def _short(path: str) -> str:
 def origins(runs: Mapping[str, Facts]) -> dict[str, str]:
     """Path of a run -> path of the one among them that wrote the model which it read.
 
-    By the model's path, whole or (of runs that lie elsewhere now) its end; not where the
-    fingerprint says that another model lay there. Else by the fingerprint alone.
+    It is found by the model's path, complete or (for moved runs) its end, unless the fingerprints
+    differ; otherwise by the fingerprint alone.
     """
     places = {os.path.join(os.path.realpath(path), "model"): path for path in runs}
     found = {}

@@ -1,4 +1,4 @@
-"""A paper's tables, figures and claims, of runs and of what it prints: Markdown, CSV, PNG."""
+"""A paper's tables, figures and claims, from its printed numbers and our runs."""
 
 from __future__ import annotations
 
@@ -116,8 +116,10 @@ def once(rows: Frame) -> Frame:
 
 
 def with_evaluations(rows: Frame) -> Frame:
-    """The rows, and those of the tasks that other runs evaluated on a run's unattacked model as
-    that run's own; "by" is the run that evaluated."""
+    """Add the tasks that other runs evaluated on a run's unattacked model.
+
+    "by" is the run that evaluated.
+    """
     asked = rows[rows.task.notna() & rows.origin.isin(rows["run"])]
     for name, whole in (("attack", "zero"), ("criterion", "none"), ("k", 0)):
         asked = asked[asked[name].isna() | (asked[name] == whole)] if name in asked else asked
@@ -128,7 +130,7 @@ def with_evaluations(rows: Frame) -> Frame:
 
 
 def _not_begun(paths: Sequence[str]) -> Iterator[str]:
-    """The points of sweeps that are not there."""
+    """The points of sweeps that have not begun."""
     for path in map(epath.Path, paths):
         listing = path / SWEEP
         for point in read_listing(listing)["points"] if listing.exists() else ():
@@ -220,7 +222,7 @@ def draw_claims(paper: Paper, frames: dict[str, Any]) -> Drawn:
 
 
 def whole(parts: Sequence[tuple[str, Any, str]]) -> tuple[str, str]:
-    """(measured, verdict) of a claim: it holds if every part does; else which do not."""
+    """(measured, verdict) of a claim: it holds if every part holds; else it names the others."""
     measured = "; ".join(f"{x} {number(None if is_missing(y) else y)}" for x, y, _ in parts)
     for verdict in (FAILS, OPEN):
         names = [name for name, _, its in parts if its == verdict]
@@ -251,7 +253,7 @@ def draw_figure(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
 
 
 def _csv(one: Drawn) -> str:
-    """The cells as CSV, numbers unrounded; of several runs their mean; absent ones as "-"."""
+    """The cells as CSV with unrounded numbers, means of several runs, and "-" for missing ones."""
     cells = [[UNKNOWN if cell is None else middle(cell) for cell in row] for row in one.rows]
     table = pandas.DataFrame(cells, columns=list(one.header), dtype=object)
     return table.to_csv(index=False, lineterminator="\n", na_rep="nan")

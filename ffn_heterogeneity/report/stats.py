@@ -1,4 +1,4 @@
-"""Numbers over seeds, windows and questions: means, and how sure they are, by scipy."""
+"""Statistics over seeds, windows and questions: means and intervals, with scipy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Spread(NamedTuple):
     """A number with its interval.
 
     Attributes:
-      n: of the seeds, questions or windows behind it.
-      how: the interval was made (`BRACKETS`).
+      n: number of seeds, questions or windows behind it.
+      how: method of the interval (`BRACKETS`).
     """
 
     mean: float
@@ -43,7 +43,7 @@ def middle(value: Any) -> Any:
 
 
 def over(values: Sequence[Any]) -> Any:
-    """Mean, lowest and highest of several; the one where they are the same; None of none."""
+    """Mean, lowest and highest of several values; the value if all are equal; None for none."""
     if len(set(map(middle, values))) < 2:
         return values[0] if values else None
     values = [middle(value) for value in values]
@@ -100,7 +100,7 @@ def bootstrap(values: Sequence[float], documents: Sequence[Any] = ()) -> Any:
 
 
 def verdict(value: Any, sign: int) -> str:
-    """Tells whether a number lies above 0 (sign 1), or below (-1): all of its interval, if any."""
+    """Verdict whether a number (or its whole interval) is above 0 (sign 1) or below (-1)."""
     if value is None or isinstance(value, str) or not math.isfinite(middle(value)):
         return OPEN
     ends = value[1:3] if isinstance(value, Spread) else (value, value)

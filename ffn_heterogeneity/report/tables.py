@@ -14,7 +14,7 @@ UNKNOWN = "-"
 
 
 def number(value: Any, digits: int = 4) -> str:
-    """A cell: the number with what stands in its brackets; "-" for None."""
+    """A cell: the number with its interval in brackets; "-" for None."""
     if value is None:
         return UNKNOWN
     if isinstance(value, Spread):
@@ -26,13 +26,13 @@ def number(value: Any, digits: int = 4) -> str:
 
 
 def legend(text: str) -> list[str]:
-    """The line that explains what stands in brackets, if anything does."""
+    """The line that explains the brackets, if there are any."""
     found = [why for how, why in BRACKETS.items() if f"] {how} n=" in text]
     return ["In brackets, " + "; ".join(found) + "."] if found else []
 
 
 def shorter(paths: Sequence[str]) -> list[str]:
-    """The paths below the directory that all of them lie in."""
+    """The paths relative to their common parent directory."""
     parts = [path.strip("/").split("/") for path in paths]
     common = len(os.path.commonprefix([part[:-1] for part in parts]))
     return ["/".join(part[common:]) for part in parts]

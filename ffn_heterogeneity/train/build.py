@@ -1,4 +1,4 @@
-"""The parts of a plan (train/plan.py): objective, loss, refreshes, options, what trains."""
+"""The parts of a plan (train/plan.py): objective, loss, refreshes, options, trainable leaves."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +26,13 @@ from ffn_heterogeneity.train.objectives import LANGUAGE, Objective, ObjectiveSet
 from ffn_heterogeneity.tree import TEACHER, Leaf, nodes, subtree
 from ffn_heterogeneity.wording import naming, some
 
-# remat="auto" is the first of these that fits (train/fit.py). With the products' outputs kept 3% of
-# the operations are done again; to keep everything takes three times the memory for those. GPUs
+# remat="auto" is the first of these that fits (train/fit.py). If the products' outputs are saved,
+# 3% of the operations are recomputed; saving everything needs three times the memory for them. GPUs
 # wait for memory more than for products: there "none" comes first (9% faster on an H100).
 AUTO_REMAT = ("dots", "attention_output", "full")
-# Among `train_only`: the blocks that have a teacher.
+# Value of `train_only` for the blocks that have a teacher.
 TAUGHT = "@taught"
-# name in configs -> (what it is told of the config, the model's config) -> objective
+# name in configs -> (its part of the config, the model's config) -> objective
 OBJECTIVES: dict[str, Callable[[ObjectiveSettings, ModelConfig], Objective]] = {
     LANGUAGE: language,
     "labels": labels,
@@ -45,17 +45,18 @@ def auto_remat(platform: str | None) -> tuple[str, ...]:
 
 
 def objective_of(task: ObjectiveSettings, model: ModelConfig) -> Objective:
-    """The objective that the config names, on a model.
+    """Make the objective that the config names, for a model.
 
     Raises:
-      ValueError: what it is given does not fit.
+      ValueError: invalid settings.
     """
     return OBJECTIVES[task.objective](task, model)
 
 
 def made_whole(layers: Sequence[Slot], terms: Sequence[LossTerm]) -> list[str]:
-    """The kernels that the step materializes although their factors have their own product,
-    and what reads them.
+    """List the kernels that the step materializes although their factors have a product.
+
+    Each line also names their readers.
 
     Args:
       layers: `models.stack.slots` of the tree.
@@ -68,7 +69,7 @@ def made_whole(layers: Sequence[Slot], terms: Sequence[LossTerm]) -> list[str]:
                 continue
             paths = [f"{slot.path}/{name}/{leaf}" for leaf in leaves if leaf != "bias"]
             for term in terms:
-                # A kernel's readers name all of its leaves; others read some leaf as it is.
+                # Terms that read the effective kernel name all of its leaves; others single leaves.
                 if any(all(re.search(own, path) for path in paths) for own in term.targets):
                     beside.append(term.name)
             readers.setdefault(tuple(beside), []).append(f"{slot.path}/{name}")
@@ -78,19 +79,20 @@ def made_whole(layers: Sequence[Slot], terms: Sequence[LossTerm]) -> list[str]:
 def what_trains(
     params: dict, leaves: Mapping[str, Leaf], freeze: Sequence[str], train_only: Sequence[str]
 ) -> dict[str, Any]:
-    """Return `partition.trainable_mask` of a config's patterns; `TAUGHT` among `train_only` stands
-    for the blocks that have a teacher.
+    """Return `partition.trainable_mask` for a config's patterns.
+
+    `TAUGHT` among `train_only` means the blocks that have a teacher.
 
     Raises:
-      RuleError: as there; a quantised model without adapters would train, and no pattern says so.
+      RuleError: as there; a quantized model without adapters and without patterns.
       ValueError: no block has a teacher.
     """
     names, by_layer = {path.rpartition("/")[2]: path for path in leaves}, layer_names(params)
     learned = {name for name, leaf in adapter_leaves().items() if leaf.trains}
     if "nf4_codes" in names and not train_only and not learned & set(names):
         raise partition.RuleError(
-            f"{names['nf4_codes']}: the base is quantised, its kernels cannot train: add lora or "
-            "dora to the config's argument, name what trains (train_only), or fold it "
+            f"{names['nf4_codes']}: the base is quantized, its kernels cannot train: add lora or "
+            "dora to the config's argument, name trainable leaves (train_only), or fold it "
             "(configs/adapt.py:fold)"
         )
     if TAUGHT in train_only:
@@ -104,7 +106,7 @@ def what_trains(
 
 
 def make_refresh(groups: Mapping[str, Mapping[str, Any]]) -> Callable[..., Any] | None:
-    """Functions of `adapters.REFRESHES`, one after the other; None without any.
+    """Compose functions of `adapters.REFRESHES`; None without any.
 
     Args:
       groups: name -> settings.
@@ -126,13 +128,13 @@ def make_terms(
     mesh: Mesh | AbstractMesh,
     trained: bool = True,
 ) -> tuple[LossTerm, ...]:
-    """The loss; or, not `trained`, monitors, which validation computes in addition.
+    """Make the terms of the loss or, if not `trained`, the monitors of validation.
 
     A group is one term: `term` (default: the group's name) is its name in `losses.TERMS`, `weight`
     its factor (None: it is not built; 0 is built, so that a sweep over the weight is one program),
-    the rest are the term's settings. Monitors have the same form without weights, or name a probe
-    (of `probes.PROBES`) whose averages are wanted. Terms are summed in the order of `TERMS`, then
-    of their names: a config's own order is lost when it is iterated.
+    and the rest are the term's settings. Monitors have the same form without weights, or name a
+    probe (of `probes.PROBES`) to average. Terms are summed in the order of `TERMS`, then by name,
+    because configs do not preserve order.
 
     Raises:
       ValueError: an unknown term or setting.
@@ -157,7 +159,7 @@ def run_options(
     packed: bool,
     adapter_dropout: float,
 ) -> causal_lm.RunOptions:
-    """A run's options: "auto" resolved on the mesh's platform; shardings on several devices."""
+    """A run's options, with "auto" resolved for the mesh's platform, and shardings."""
     platform = causal_lm.platform_of(mesh)
     on_mesh = partition.run_shardings(mesh) if mesh.size > 1 else {}
     unrolled: int | bool = unroll or True

@@ -1,4 +1,4 @@
-"""The loop's lines on the console, and its hearing of signals."""
+"""Console output of the loop, and handling of signals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 
 
 class StopRequested(Exception):
-    """A signal came while something long was running between two steps."""
+    """A signal arrived during a long operation between two steps."""
 
 
 @contextlib.contextmanager
 def catch_signals(callback: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM, SIGHUP (a terminal that closes) and the first Ctrl-C only set a flag; a second
-    Ctrl-C interrupts at once. What `nohup` started stays deaf to SIGHUP."""
+    """Make SIGTERM, SIGHUP (a closed terminal) and the first Ctrl-C call `callback`.
+
+    A second Ctrl-C interrupts at once. SIGHUP stays ignored if `nohup` started the process.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -30,7 +32,7 @@ def catch_signals(callback: Callable[[str], None]) -> Iterator[None]:
     def handle(number, _frame):
         if number == signal.SIGHUP:
             _leave_terminal()
-        # Not print: the signal may have come in the middle of one.
+        # Not print: the signal may interrupt one.
         os.write(
             2, f"{signal.Signals(number).name}: saving and stopping after this step\n".encode()
         )
@@ -60,7 +62,7 @@ def _leave_terminal() -> bool:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[None]:
-    """A terminal may be gone before Python has run the handler of the signal that says so."""
+    """Ignore output errors: a terminal may be closed before the handler of its signal runs."""
     try:
         yield
     except OSError as error:
@@ -69,14 +71,14 @@ def _shown() -> Iterator[None]:
 
 
 class Progress:
-    """A tqdm bar on a terminal, else about twenty lines over the run."""
+    """A tqdm bar on a terminal, otherwise about twenty lines per run."""
 
     def __init__(self, steps: int, start: int):
         import tqdm
 
         self.steps, self._tqdm = steps, tqdm.tqdm
         self.every = max(1, steps // 20)
-        # What does not fit is cut off at its end: how far it is and how long it takes stay.
+        # A too long line is cut at its end: progress and time stay visible.
         form = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
         self.bar = tqdm.tqdm(
             total=steps, initial=start, bar_format=form, dynamic_ncols=True, disable=None
@@ -84,7 +86,7 @@ class Progress:
 
     @_shown()
     def update(self, step: int, values: Mapping[str, float], rate: float | None) -> None:
-        """`rate`: tokens a second; None where the step's time was the compiler's."""
+        """Show a step; `rate`: tokens per second, None if the step includes compilation."""
         speed = [] if rate is None else [f"{rate:,.0f} tokens/s"]
         text = ", ".join([*speed, *(f"{name} {value:.4f}" for name, value in values.items())])
         if not self.bar.disable:

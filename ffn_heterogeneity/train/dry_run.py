@@ -1,9 +1,9 @@
-"""`--config.dry_run`: what a run needs on given devices, before a night is spent on it.
+"""`--config.dry_run`: the resources that a run needs on given devices.
 
-Parameters and bytes are exact (shapes and shardings). Seconds are a roofline: no step can be faster
-than its products at the devices' peak, its bytes at their memory's, or what it sends at their
-links'. Where there is a compiler for the devices, the real step is compiled for them: its memory
-and its collectives are then the compiler's own figures.
+Parameters and bytes are exact (shapes and shardings). Seconds are a roofline: a step cannot be
+faster than its products at the devices' peak, its bytes at the memory bandwidth, or its
+communication at the links' bandwidth. If there is a compiler for the devices, the real step is
+compiled for them, and its memory and collectives are the compiler's numbers.
 """
 
 import os
@@ -31,16 +31,17 @@ from ffn_heterogeneity.wording import markdown_table
 
 
 def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
-    """Plans the run on `config.dry_run`'s devices; prints tables and writes `<workdir>/plan.json`.
+    """Plan the run on `config.dry_run`'s devices; print tables and write `<workdir>/plan.json`.
 
-    Nothing is loaded, read or trained: a preset's or a directory's config is enough.
+    No weights are loaded and nothing is trained: a preset's or a directory's config is enough.
 
     Returns:
-      What plan.json holds: "parameters", "bytes_per_device", "tokens_per_step", "flops_per_step",
-      "seconds_per_step" and "hours" by what bounds them, and "compiled" (memory, collectives).
+      The content of plan.json: "parameters", "bytes_per_device", "tokens_per_step",
+      "flops_per_step", "seconds_per_step" and "hours" by bound, and "compiled" (memory,
+      collectives).
 
     Raises:
-      ValueError: a key, a rule or a mesh that does not fit; one line.
+      ValueError: an invalid key, rule or mesh, in one line.
     """
     platform = None if config.dry_run == "here" else "accelerator"
     target = find_target(config.dry_run, choose_dtype(config.compute_dtype, platform))
@@ -81,7 +82,7 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
 
 
 def _trained(built: Plan) -> int:
-    """Parameters of the leaves that train."""
+    """Number of trainable parameters."""
     return sum(size for path, size in built.sizes.items() if built.trainable[path])
 
 
@@ -94,15 +95,15 @@ def _mesh(sizes: Mapping[str, int], target: Target) -> Mesh | AbstractMesh:
 def step_flops(built: Plan) -> dict[str, float]:
     """Floating point operations of one step over all devices.
 
-    "model": 2 a multiply-add; every kernel's product forward, for its input's gradient, and (where
-    it trains) for its own; attention's two products over the keys a query sees (causal, windows),
-    forward and twice backward. "recomputed": what rematerialisation does again. Softmax, norms and
-    element-wise work are left out (they are bytes, not products).
+    "model": 2 per multiply-add; every kernel's product forward, for its input's gradient, and (if
+    it trains) for its gradient; attention's two products over the keys that a query sees (causal,
+    windows), forward and twice backward. "recomputed": the operations that rematerialization
+    repeats. Softmax, norms and element-wise operations are not counted (they are bound by bytes).
     """
     model, tokens = built.model, built.tokens
     forward = backward = 0.0
     for path, size in built.sizes.items():
-        if path.startswith("stack/"):  # (heads: below; a pooler reads one token of a row)
+        if path.startswith("stack/"):  # (heads: below; a pooler reads one token per row)
             product = 2.0 * built.leaves[path].reads * size * tokens
             forward += product
             backward += product * (2 if built.trainable[path] else 1)
@@ -121,7 +122,7 @@ def step_flops(built: Plan) -> dict[str, float]:
 
 
 def _attention_flops(model: ModelConfig, length: int, layer: int) -> float:
-    """Of the scores and the weighted values of one row, forward."""
+    """Forward operations of the scores and the weighted values of one row."""
     window = min(model.layers[layer].window or length, length)
     if not model.layers[layer].causal:
         return 2 * 2.0 * length * window * model.n_heads * model.head_dim
@@ -130,7 +131,7 @@ def _attention_flops(model: ModelConfig, length: int, layer: int) -> float:
 
 
 def roofline(built: Plan, target: Target, plan: dict, steps: int) -> dict[str, Any]:
-    """Seconds a step by what bounds it, the expected ones, and the hours of the whole run."""
+    """Seconds per step by bound, the expected seconds, and the hours of the whole run."""
     chip, flops = target.chip, plan["flops_per_step"]
     seconds = {
         "products": (flops["model"] + flops["recomputed"]) / target.count / chip.flops,
@@ -151,12 +152,12 @@ def roofline(built: Plan, target: Target, plan: dict, steps: int) -> dict[str, A
 
 
 def _passes(built: Plan) -> int:
-    """How often a step reads the layers' weights: forward, backward, and once more recomputed."""
+    """Number of times that a step reads the layers' weights: forward, backward, recomputation."""
     return 3 if built.options.remat == "full" else 2
 
 
 def _weight_bytes(built: Plan) -> float:
-    """What a pass reads of the weights: in the compute dtype, NF4's codes as they are."""
+    """Bytes of weights that a pass reads: in the compute dtype, NF4's codes as stored."""
     width = jnp.dtype(built.options.compute_dtype).itemsize
     return sum(  # a teacher's too
         leaf.size * (1 if path.endswith("/nf4_codes") else width * built.leaves[path].holds)
@@ -165,9 +166,9 @@ def _weight_bytes(built: Plan) -> float:
 
 
 def _bytes_moved(built: Plan, plan: dict) -> float:
-    """Least bytes to and from one device's memory: weights read each pass, the state once each way.
+    """Minimum bytes to and from a device's memory: weights in each pass, the state once each way.
 
-    Weights are read gathered over `fsdp`.
+    Weights are gathered over `fsdp`.
     """
     state = plan["bytes_per_device"]
     weights = _weight_bytes(built) / built.mesh.shape["tensor"]
@@ -176,8 +177,11 @@ def _bytes_moved(built: Plan, plan: dict) -> float:
 
 
 def _bytes_sent(built: Plan) -> float:
-    """Least bytes one device sends: weights gathered each pass, gradients scattered over `fsdp` and
-    reduced over `data`, and the two activations that a layer reduces over `tensor` each pass."""
+    """Minimum bytes that one device sends.
+
+    Weights are gathered in each pass, gradients scattered over `fsdp` and reduced over `data`, and
+    a layer reduces two activations over `tensor` in each pass.
+    """
     shape, width = built.mesh.shape, jnp.dtype(built.options.compute_dtype).itemsize
     data, fsdp, tensor = (shape[axis] for axis in partition.MESH_AXES)
     gradients = 4 * _trained(built) / tensor
@@ -231,7 +235,7 @@ def describe(plan: dict, target: Target) -> str:
 
 
 def _verdict(built: Plan, target: Target, plan: dict) -> str:
-    """Whether it fits, and what to turn where it does not."""
+    """State whether the run fits, and which settings would help if it does not."""
     needed, what = sum(plan["bytes_per_device"].values()), "the state alone"
     if plan["compiled"] is None:
         what += f" (not compiled: {target.why_not})"

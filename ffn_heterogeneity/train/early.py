@@ -1,4 +1,4 @@
-"""Refusals that cost nothing, before a model is read: packages, a login, paths of data."""
+"""Cheap checks before a model is loaded: packages, a login, paths of data."""
 
 import importlib
 import os
@@ -16,23 +16,22 @@ from ffn_heterogeneity.train.labels import task_of
 from ffn_heterogeneity.train.settings import LANGUAGE, TrainConfig
 from ffn_heterogeneity.wording import settings_of
 
-# What reads a kind of data; of a hub data set `datasets`.
+# Package that reads a kind of data; `datasets` for hub data sets.
 PACKAGES = {"parquet": "pyarrow", "hub": "datasets"}
 
 
 def check_early(config: TrainConfig) -> None:
-    """Reject what would otherwise fail only after the model is loaded.
+    """Check settings that would otherwise fail only after the model is loaded.
 
     Raises:
       ImportError: a package that the run needs is not installed.
-      DataError: a path that is needed, or a file or directory that is not there; rows without the
-        fields of the task.
-      ValueError: Weights & Biases is to be told, and knows no login.
+      DataError: a missing path, file or directory; rows without the task's fields.
+      ValueError: logging to Weights & Biases without a login.
     """
     if config.objective == LANGUAGE:
         importlib.import_module("grain")
     for key, path in _paths(config.data):
-        kind = kind_of(path) if path else "hub"  # of the task's own
+        kind = kind_of(path) if path else "hub"  # of the task's data set
         if kind != "hub" and not epath.Path(path).expanduser().exists():
             raise DataError(f"data.{key}={path!r}: no such file")
         if package := PACKAGES.get(kind):
@@ -46,13 +45,12 @@ def check_early(config: TrainConfig) -> None:
         wandb = importlib.import_module("wandb")
         if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
             raise ValueError(
-                f"wandb={project!r}: no login is known; run `wandb login`, or set "
-                "WANDB_MODE=offline"
+                f"wandb={project!r}: no login found; run `wandb login`, or set WANDB_MODE=offline"
             )
 
 
 def _paths(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key of `config.data`, path) of all that is to be read; "" is the task's own."""
+    """(key of `config.data`, path) of all data to read; "" is the task's data set."""
     for _, path, _ in parse_mixture(data["mixture"]) if "mixture" in data else ():
         yield "mixture", path
     for key in ("path", "validation_path", "test_path"):

@@ -21,13 +21,13 @@ def validation(
     held_out: Mapping[str, Callable[[], Iterator[Batch]]],
     at_end: bool = False,
 ) -> Evaluate:
-    """`evaluate(params, check_stop=...)` over every held-out set of a run.
+    """Return `evaluate(params, check_stop=...)` over every held-out set of a run.
 
     The metrics of a single set are "validation/<metric>", those of several
-    "validation/<set>/<metric>"; terms on parameters are "validation/<term>" in either case.
+    "validation/<set>/<metric>"; terms on parameters are always "validation/<term>".
 
     Args:
-      built: its `accumulation` cuts the batches, too: no more memory than training needs.
+      built: its `accumulation` also splits these batches, so memory is no more than in training.
       at_end: the sets are those of `Data.at_end`: their metrics are "<set>/<metric>".
     """
     objective = built.objective
@@ -64,7 +64,7 @@ def _prefix(name: str, alone: bool, at_end: bool) -> str:
 
 
 def _cut(batches: Iterator[Batch], parts: int) -> Iterator[Batch]:
-    """Rows of padding alone are kept: every piece has the same shape, so one compilation."""
+    """Split batches, including rows of padding: all pieces have one shape, so one compilation."""
     for batch in batches:
         rows = len(next(iter(batch.values()))) // parts
         for part in range(parts):
@@ -82,10 +82,10 @@ def make_evaluator(
     metrics: Callable[[Mapping[str, np.ndarray]], Mapping[str, float]] | None = None,
     decode: Callable[..., Mapping[str, float]] | None = None,
 ) -> Evaluate:
-    """`evaluate(params, check_stop=...) -> {"validation/<term>": ...}` over one pass of `batches`.
+    """Return `evaluate(params, check_stop=...) -> {"validation/<term>": ...}` over `batches`.
 
     Token-exact: totals and denominators of all batches are summed in float64 on the host, then
-    divided; then come the metrics that `terms` derive, and `metrics` of the rows of all batches.
+    divided. It adds the metrics that `terms` derive, and `metrics` of the rows of all batches.
     `params_metrics` (from `make_params_metrics`, or None) is added under the same prefix.
 
     Args:

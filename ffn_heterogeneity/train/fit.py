@@ -1,4 +1,4 @@
-"""The train step compiled, and held against the devices' memory before a run begins.
+"""Compilation of the train step, and comparison with the devices' memory before a run begins.
 
 Bytes of the state are exact, from shapes and shardings; those of the step are the compiler's.
 """
@@ -18,7 +18,7 @@ from ffn_heterogeneity.train.hardware import GIB, memory_of
 from ffn_heterogeneity.train.plan import Plan
 from ffn_heterogeneity.train.state import TrainState
 
-# What else a run that does not fit may turn.
+# Further advice for a run that does not fit.
 LESS = (
     "shorter seq_len, remat=full, fewer trainable leaves (train_only, lora), adafactor or more "
     "devices on mesh.fsdp or mesh.tensor need less"
@@ -26,7 +26,7 @@ LESS = (
 
 
 def state_bytes(plan: Plan) -> dict[str, int]:
-    """Bytes on one device, by kind: exact, from the shardings. The gradients are as the masters."""
+    """Exact bytes on one device, by kind, from the shardings; gradients have the masters' size."""
     described = partition.describe_shardings(plan.state.params, plan.shardings[0].params)
     trains = [path for path in described if plan.trainable[path]]
     size = {path: leaf["bytes_per_device"] for path, leaf in described.items()}
@@ -43,16 +43,16 @@ def state_bytes(plan: Plan) -> dict[str, int]:
 def compile_step(
     plan: Plan, state: TrainState | None = None, length: Mapping[str, int] | None = None
 ) -> tuple[jax.stages.Compiled | None, dict[str, float]]:
-    """(the real step, compiled for the mesh's devices; bytes on one of them while it runs).
+    """Return (the real step, compiled for the mesh's devices; its bytes on one of them).
 
-    None and infinity where the compiler itself finds it too large (the TPU's does).
+    (None, infinity) if the compiler rejects it as too large (the TPU's does).
 
     Args:
-      state: as the run has it: then this is the very program that the loop's first call finds.
-      length: of the objective's; None: the longest.
+      state: the run's state; then the loop's first call uses this program.
+      length: one of the objective's lengths; None: the longest.
     """
     rows = plan.batch_size
-    if state is not None:  # those that this process feeds
+    if state is not None:  # only the rows that this process feeds
         rows = len(local_rows(plan.shardings[1], rows, plan.accumulation))
     shapes = plan.objective.shapes(rows, length or plan.objective.longest)
     batch = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
@@ -84,8 +84,10 @@ def compile_step(
 def compile_plan(
     plan: Plan, room: float, state: TrainState | None = None
 ) -> tuple[Plan, jax.stages.Compiled | None, dict[str, float]]:
-    """(the plan with the least rematerialisation whose step needs at most `room` bytes a device,
-    and the results of `compile_step`); where none fits, the one with the most."""
+    """Compile the plan with the least rematerialization that needs at most `room` bytes per device.
+
+    If none fits, it is the plan with the most. Returns the plan and the results of `compile_step`.
+    """
     remats = plan.remats[plan.remats.index(plan.options.remat) :]
     return _first_that_fits(plan, room, [(remat, plan.accumulation) for remat in remats], state)
 
@@ -96,8 +98,7 @@ def _first_that_fits(
     choices: Sequence[tuple[str, int]],
     state: TrainState | None = None,
 ) -> tuple[Plan, jax.stages.Compiled | None, dict[str, float]]:
-    """Return the result of `compile_plan` for the first (remat, accumulation) that fits, else for
-    the last one."""
+    """Return `compile_plan`'s result for the first (remat, accumulation) that fits, or the last."""
     for remat, accumulation in choices:
         made = plan.changed(remat, accumulation)
         compiled, memory = compile_step(made, state)
@@ -107,8 +108,10 @@ def _first_that_fits(
 
 
 def what_would_fit(plan: Plan, room: float) -> str:
-    """The way out for a step that needs more than `room` bytes a device: the same batch in the
-    fewest micro-batches that fit, each number compiled to be sure."""
+    """Suggest a solution for a step that needs more than `room` bytes per device.
+
+    It is the same batch in the fewest micro-batches that fit; each number is compiled.
+    """
     print("looking for a batch that fits ...", file=sys.stderr, flush=True)
     most = plan.batch_size // (plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
     larger = [n for n in range(plan.accumulation + 1, most + 1) if most % n == 0]
@@ -121,29 +124,30 @@ def what_would_fit(plan: Plan, room: float) -> str:
 
 
 def described(plan: Plan, steps: int) -> str:
-    """A line of how much there is to do and to hold, before any weight is read.
+    """One-line summary of parameters, memory and tokens, computed from shapes.
 
     Raises:
       ValueError: the training state alone does not fit, so no batch size would help.
     """
     held, have = state_bytes(plan), memory_of(plan.mesh.local_devices)
-    del held["gradients"]  # the step's
+    del held["gradients"]  # part of the step
     parts = ", ".join(f"{size / GIB:.2f} GiB {kind}" for kind, size in held.items() if size)
     if (need := sum(held.values())) > have:
         raise ValueError(f"training needs {_gib(need, have)} ({parts}): {LESS}")
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plan.params))
     return (
         f"{count:,} parameters, computed in {plan.options.compute_dtype}: {parts}; "
-        f"{plan.tokens:,} tokens a step, {steps * plan.tokens:,} in all"
+        f"{plan.tokens:,} tokens per step, {steps * plan.tokens:,} in total"
     )
 
 
 def compile_checked(plan: Plan, state: TrainState) -> tuple[Plan, float]:
-    """`compile_plan` for a run, before it evaluates or trains: (the plan, the seconds that it took
-    to compile); the longest rows decide, the programs of the others are compiled behind.
+    """Call `compile_plan` before a run evaluates or trains; return (plan, compile seconds).
+
+    The longest rows decide; the programs of other lengths are compiled after them.
 
     Raises:
-      ValueError: the step needs more memory than there is; names what would fit.
+      ValueError: the step needs more memory than available; the message names what would fit.
     """
     say("compiling the train step ...")
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Peak figures of devices: the vendors' by name, or measured on this machine."""
+"""Peak rates of devices: from data sheets by name, or measured on this machine."""
 
 import dataclasses
 import importlib.util
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from ffn_heterogeneity.train.memory import memory_for_this_process
 
 GIB = 2**30
-# Bytes that Python, its libraries and the compiler hold in addition to a run's arrays.
+# Memory of Python, its libraries and the compiler in addition to a run's arrays.
 PROGRAMS = 0.7 * GIB
-# Part of the reachable rate that a training step of dense matrix products is expected to take.
+# Expected fraction of the peak rate for a training step of dense matrix products.
 # Data sheets: published runs reach 40 to 56% (nanochat 41-51%, llm.c 40-50% on H100, TinyLlama 56%
 # on A100, MaxText 56-67% on v5e); ours reach 34 to 46% on an H100. Measured rates: 57% was
 # SmolLM2-135M on 2 CPU cores (docs/performance.md).
@@ -62,8 +62,8 @@ class Target:
     """The devices a run is planned for.
 
     Attributes:
-      name: as it was asked for.
-      devices: to compile for; None where nothing can be compiled, and `why_not` says why.
+      name: the requested name.
+      devices: devices to compile for; None if compiling is impossible, with the reason `why_not`.
     """
 
     name: str
@@ -74,16 +74,16 @@ class Target:
 
 
 def find_target(text: str, dtype: Any) -> Target:
-    """ "here", or "<kind>:<shape>" such as "v5e:8x8", "v4:2x2x4", "h100:8".
+    """Parse "here", or "<kind>:<shape>" such as "v5e:8x8", "v4:2x2x4", "h100:8".
 
-    TPU programs are compiled by libtpu (extra `tpu`), which needs no TPU; for GPUs that are not
-    here there is no such compiler.
+    libtpu (extra `tpu`) compiles TPU programs without a TPU. There is no such compiler for GPUs
+    that are not available.
 
     Args:
-      dtype: of the products that are timed "here".
+      dtype: dtype of the products that are timed "here".
 
     Raises:
-      ValueError: it is neither, or no such TPU slice exists.
+      ValueError: neither form, or no such TPU slice.
     """
     if text == "here":
         devices = jax.devices()
@@ -108,25 +108,25 @@ def find_target(text: str, dtype: Any) -> Target:
 def _topology(text: str) -> list[Any]:
     from jax.experimental import topologies
 
-    # libtpu would ask a TPU machine's metadata server who it is.
+    # libtpu would query the metadata server of a TPU machine.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Nothing runs on a chip, so several such processes may compile at a time.
+    # Nothing runs on a chip, so several processes may compile at the same time.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # The two cores of a v4 are one device in runs; libtpu describes them apart unless it is told.
+    # The two cores of a v4 are one device in runs; libtpu lists them separately by default.
     form = {"chip_config_name": "megacore"} if text.startswith("v4:") else {}
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=text, **form)
         return list(found.devices)
-    except Exception as error:  # of jaxlib's own kind
+    except Exception as error:  # jaxlib's error type
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"dry_run={text!r}: libtpu refuses it ({line[:200]})") from None
+        raise ValueError(f"dry_run={text!r}: libtpu rejects it ({line[:200]})") from None
 
 
 def measure(device: Any, dtype: Any) -> Chip:
-    """The rates of a large product and of a large copy on this device, and its memory."""
+    """Measure the rates of a large product and a large copy on this device, and its memory."""
     n = 1024 if device.platform == "cpu" else 8192
-    # Random: a card that multiplies equal numbers takes less power, so its clock is higher.
+    # Random values: products of equal numbers need less power, so a GPU's clock is higher.
     x = jax.device_put(jax.random.normal(jax.random.key(0), (n, n), dtype), device)
     copied = jax.device_put(jnp.ones((64 * n if n < 4096 else 8 * n, n), jnp.float32), device)
     flops = 2 * n**3 / _seconds(jax.jit(jnp.matmul), x, x)
@@ -136,9 +136,9 @@ def measure(device: Any, dtype: Any) -> Chip:
 
 
 def memory_of(devices: Iterable[Any]) -> float:
-    """Bytes that a run may take on each of these devices; those of a CPU share the host's.
+    """Bytes that a run may use on each of these devices; CPU devices share the host's memory.
 
-    Infinite where the device does not tell.
+    Infinite if the device does not report it.
     """
     local = [device for device in devices if device.process_index == jax.process_index()]
     if local[0].platform == "cpu":

@@ -14,11 +14,11 @@ class Collective(NamedTuple):
     """One collective operation of a program.
 
     Attributes:
-      kind: of `KINDS`.
-      shapes: of what it gives, one or more arrays.
-      bytes: of what it gives on one device.
-      inside: of a loop (over layers or chunks): it runs more than once a step.
-      source: the operation of the model it comes from, where the compiler says so.
+      kind: one of `KINDS`.
+      shapes: shapes of its results, one or more arrays.
+      bytes: bytes of its results on one device.
+      inside: whether it is inside a loop (over layers or chunks) and runs several times per step.
+      source: the model's operation that it comes from, if the compiler states it.
     """
 
     kind: str
@@ -29,10 +29,10 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str) -> list[Collective]:
-    """Every collective of `compiled.as_text()`, each once.
+    """List every collective of `compiled.as_text()` once.
 
-    TPU programs hold several forms of one operation, on one channel; one is kept. The parts of a
-    product that is cut into a ring of permutes are separate operations.
+    TPU programs contain several forms of one operation on the same channel; one is kept. The parts
+    of a product that is split into a ring of permutes are separate operations.
     """
     found, channels = [], set()
     looped = _loop_computations(text)
@@ -64,7 +64,7 @@ def collectives(text: str) -> list[Collective]:
 
 
 def summary(found: Iterable[Collective]) -> list[tuple[str, str, int, int]]:
-    """(kind, "in a loop" or "once", how many, bytes they give on one device), a row a kind."""
+    """Rows of (kind, "in a loop" or "once", count, bytes of results on one device), by kind."""
     rows: dict[tuple[str, str], tuple[int, int]] = {}
     for each in found:
         key = each.kind, "in a loop" if each.inside else "once"
@@ -74,7 +74,7 @@ def summary(found: Iterable[Collective]) -> list[tuple[str, str, int, int]]:
 
 
 def _loop_computations(text: str) -> set[str]:
-    """Names of the computations that a loop's body holds, calls or fuses."""
+    """Names of the computations that a loop's body contains, calls or fuses."""
     calls: dict[str, set[str]] = {}
     bodies: set[str] = set()
     computation = ""

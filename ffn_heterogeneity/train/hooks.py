@@ -1,4 +1,4 @@
-"""Hooks between the steps of a run: measuring, remembering the best, hearing a signal."""
+"""Hooks between the steps of a run: measurements, the best value, throughput, signals."""
 
 import dataclasses
 import datetime
@@ -18,9 +18,10 @@ class Hook:
     """`function(state, check_stop) -> metrics`, called between two steps.
 
     Attributes:
-      function: of the `TrainState`, which it only reads, and of `check_stop`, which long work calls
-        now and then so that a signal is heard. Returns numbers and arrays on the host, by name.
-      every: steps; besides before the first and after the last; 0: only then.
+      function: gets the `TrainState`, which it only reads, and `check_stop`, which long work calls
+        from time to time so that signals are handled. Returns numbers and arrays on the host, by
+        name.
+      every: interval in steps, in addition to before the first and after the last; 0: only then.
     """
 
     function: Callable[[Any, Callable[[], None]], dict[str, Any]]
@@ -32,7 +33,7 @@ class Hook:
 
 @dataclasses.dataclass
 class Best:
-    """The best value so far of one metric; `row` is {"step", "metric", "value"}, or None."""
+    """Best value so far of one metric; `row` is {"step", "metric", "value"}, or None."""
 
     metric: str
     mode: str = "min"
@@ -42,10 +43,10 @@ class Best:
         check_choice("best_mode", self.mode, ("min", "max"))
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """True if the metric has never been as good. One that is not finite is no value.
+        """Return True if the metric is the best so far; non-finite values are ignored.
 
         Raises:
-          ValueError: `metrics` lacks it.
+          ValueError: `metrics` does not have the metric.
         """
         if self.metric not in metrics:
             raise ValueError(
@@ -60,7 +61,7 @@ class Best:
 
 
 class Throughput:
-    """Tokens a second, counting the steps alone: `restart` after anything else took time."""
+    """Tokens per second over steps only: call `restart` after other work."""
 
     def __init__(self):
         self._clock, self._steps = time.perf_counter(), []
@@ -69,7 +70,7 @@ class Throughput:
         self._clock = time.perf_counter()
 
     def step(self, tokens: float, counts: bool = True) -> float:
-        """Seconds since the last step (or restart); `counts`: they enter the mean."""
+        """Return the seconds since the last step (or restart); `counts`: add them to the mean."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         if counts and seconds > 0:
@@ -77,12 +78,12 @@ class Throughput:
         return seconds
 
     def first_word(self, left: int) -> str | None:
-        """The speed and what it makes of the steps that are left: once, after three that count."""
+        """Describe the speed and the remaining time, once, after three counted steps."""
         if len(self._steps) != 4 or not left:
             return None
         mean = sum(seconds for _, seconds in self._steps[1:]) / 3
         rest = f"{left:,} more take about {datetime.timedelta(seconds=math.ceil(left * mean))}"
-        return f"{mean:.3g} s a step, {self.mean:,.0f} tokens/s: {rest} beside evaluations"
+        return f"{mean:.3g} s per step, {self.mean:,.0f} tokens/s: {rest} without evaluations"
 
     @property
     def mean(self) -> float | None:
@@ -92,10 +93,10 @@ class Throughput:
 
 
 class Stopping:
-    """Signals, heard by all processes at the same step.
+    """Signals, handled by all processes at the same step.
 
-    Of several processes one alone may get it: it then goes with the next batch (`wanted`), and all
-    read from that step's metrics that they are to stop (`hear`).
+    Only one of several processes may get a signal. It is then sent with the next batch (`wanted`),
+    and all processes read it from that step's metrics (`hear`).
     """
 
     def __init__(self):
@@ -111,6 +112,6 @@ class Stopping:
             self.signal = self.wanted or "SIGTERM"
 
     def check(self) -> None:
-        """Raises `StopRequested` once a signal has come."""
+        """Raise `StopRequested` after a signal."""
         if self.signal:
             raise StopRequested

@@ -1,4 +1,4 @@
-"""Labels and numbers as an objective: one answer a row, from a vector pooled over depth (P-32)."""
+"""The objective of labels and numbers: one answer per row, pooled over depth (P-32)."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.train.objectives import Data, Objective, ObjectiveSettings
 from ffn_heterogeneity.wording import settings_of
 
-# Tokens of a batch's rows; one program each.
+# Lengths of batches in tokens, with one program each.
 ENCODER_LENGTHS, DECODER_LENGTHS = (32, 64, 128), (64, 128, 256)
 MOST_LENGTHS = 3
 
@@ -25,12 +25,12 @@ MOST_LENGTHS = 3
 def labels(config: ObjectiveSettings, model: ModelConfig) -> Objective:
     """Rows of `config.data` with their answers; the task's metrics over each held-out set.
 
-    `config.own` may hold "pooling" and "final_norm" (of the head), "lambda_rate" (the learning rate
-    of what weighs the layers; None: the model's), "lengths", "together" (of the objective), and
-    "fields" and "labels" of a task of the user's own.
+    `config.own` may contain "pooling" and "final_norm" (of the head), "lambda_rate" (the learning
+    rate of the layers' weights; None: the model's), "lengths" and "together" (of the objective),
+    and "fields" and "labels" of the user's task.
 
     Raises:
-      ValueError: settings that cannot be (DataError is one).
+      ValueError: invalid settings (or DataError).
     """
     own, settings = config.own, settings_of(LabelSettings, config.data)
     task = task_of(settings, own)
@@ -77,7 +77,7 @@ def labels(config: ObjectiveSettings, model: ModelConfig) -> Objective:
 
 
 def task_of(settings: LabelSettings, own: Mapping[str, Any]) -> LabelTask:
-    """The task; labels of the user's own are those that the training file has."""
+    """The task; labels of a user's task are taken from the training file."""
     fields, names = (_words(own.get(key) or "") for key in ("fields", "labels"))
     if settings.task == "labels" and not names:
         if not settings.path:
@@ -87,19 +87,19 @@ def task_of(settings: LabelSettings, own: Mapping[str, Any]) -> LabelTask:
 
 
 def counts(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens that are no padding, and rows with an answer."""
+    """Numbers of tokens that are not padding, and of rows with an answer."""
     return {"tokens": jnp.sum(batch["segment_ids"] > 0), "target_tokens": jnp.sum(batch["valid"])}
 
 
 def predictions(task: LabelTask, params: Any, outputs: Any, batch: Any) -> dict[str, Any]:
-    """The label, or the number, that each row is given, and its answer."""
+    """The predicted label or number of each row, and its answer."""
     made = outputs["predictions"]
     answer = made[:, 0] if task.regression else jnp.argmax(made, axis=1)
     return {"prediction": answer, "target": batch["target"], "valid": batch["valid"]}
 
 
 def metrics(task: LabelTask, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """The task's, with intervals."""
+    """The task's metrics, with intervals."""
     return task_metrics(task, rows["prediction"], rows["target"])
 
 
@@ -112,10 +112,10 @@ def _data(
     tokenizer: Any,
     rows: Sequence[int],
 ) -> Data:
-    """Training batches, held-out sets, and the sets of the end.
+    """Training batches, held-out sets, and the sets evaluated at the end.
 
     Raises:
-      ValueError (DataError is one): no tokenizer, or data that cannot be read or learnt from.
+      ValueError (or DataError): no tokenizer, or data that cannot be read or learned from.
     """
     if tokenizer is None:
         raise ValueError(f"{config.model} has no tokenizer, so no text can be read: add its files")
@@ -180,7 +180,7 @@ def _sets(
 def check_together(
     together: int, config: ObjectiveSettings, lengths: Sequence[int], model: ModelConfig
 ) -> int:
-    """`together`; of micro-batches that it divides and rows for which there are positions."""
+    """Return `together` after checking that it divides micro-batches and that rows fit."""
     micro, places = config.batch_size // config.accumulation, together * max(lengths)
     if together < 1 or micro % together:
         raise ValueError(
@@ -195,7 +195,7 @@ def check_together(
 
 
 def _first_set(task: LabelTask, settings: LabelSettings) -> str:
-    """The prefix of the set that decides, where there are several."""
+    """Prefix of the set that selects the best checkpoint, if there are several."""
     if settings.validation_path:
         names = [*labelled.named_paths(settings.validation_path)]
     else:
@@ -204,6 +204,6 @@ def _first_set(task: LabelTask, settings: LabelSettings) -> str:
 
 
 def _words(text: Any) -> tuple[str, ...]:
-    """Of "a,b", or of a tuple."""
+    """Words of "a,b" or of a tuple."""
     parts = text.split(",") if isinstance(text, str) else text
     return tuple(str(part).strip() for part in parts if str(part).strip())

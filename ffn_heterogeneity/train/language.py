@@ -1,4 +1,4 @@
-"""Language modelling, the objective that a config need not name: the next token of every place."""
+"""Language modeling, the default objective: predict the next token at every position."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ _ROWS = ("B", "T")
 
 
 def language(config: ObjectiveSettings, model: ModelConfig) -> Objective:
-    """Rows of `config.seq_len` tokens of `config.data`; the mean NLL of the held-out ones.
+    """Rows of `config.seq_len` tokens from `config.data`; evaluates the mean NLL of held-out rows.
 
     Raises:
       ValueError: an encoder.
@@ -42,7 +42,7 @@ def language(config: ObjectiveSettings, model: ModelConfig) -> Objective:
 
 
 def counts(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens that are no padding, and those to be predicted."""
+    """Numbers of tokens that are not padding, and of target tokens."""
     return {
         "tokens": jnp.sum(batch["segment_ids"] > 0),
         "target_tokens": jnp.sum(batch["loss_mask"]),
@@ -53,7 +53,7 @@ def _data(config: ObjectiveSettings, vocab_size: int, tokenizer: Any, rows: Sequ
     """Training batches and the held-out part of `config.data`.
 
     Raises:
-      ValueError (DataError is one): no tokenizer, or data that cannot be read.
+      ValueError (or DataError): no tokenizer, or unreadable data.
     """
     if tokenizer is None:
         source = config.model or "the new model"
@@ -87,9 +87,9 @@ def _data(config: ObjectiveSettings, vocab_size: int, tokenizer: Any, rows: Sequ
 def _perplexities(
     config: ObjectiveSettings, pipeline: Pipeline, results: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Perplexity of the held-out rows before the first step and at the exported one; {}: unknown.
+    """Perplexity of the held-out rows before the first and at the exported step; {} if unknown.
 
-    The rows are counted over all processes' batches, which this one reads again.
+    The rows are counted over the batches of all processes, which this process reads again.
     """
     history, step = results.get("history", ()), results.get("exported_step")
     nll = {row["step"]: row["validation/nll"] for row in history if "validation/nll" in row}

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, resume, and an orderly end in every case."""
+"""The training loop: steps, evaluation, checkpoints, resuming, and a clean end in every case."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from ffn_heterogeneity.wording import check_numbers
 
 
 class TrainingDiverged(ValueError):
-    """A loss term, a gradient or an update is not finite; names step, culprit, last checkpoint."""
+    """A non-finite loss term, gradient or update; names the step, the cause and a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +36,16 @@ class LoopConfig:
     """The loop's schedule.
 
     Attributes:
-      steps: optimiser steps of the whole run.
+      steps: optimizer steps of the whole run.
       checkpoint_every: steps between checkpoints; 0: only at the end, at a stop, and when best.
-      accumulation: micro-batches a step; batches [B, T] are cut into [A, B / A, T].
-      best_metric, best_mode: which of the hooks' metrics is looked at, and whether its "min" or
-        "max" is best.
-      keep: how many of the latest checkpoints stay.
-      keep_best: save whenever the best metric improves after training began, and keep that one.
-      save_at_end: save after the last step too (so that a finished run can be read back).
-      profile: (first step to trace, first not to), from 1, into `<workdir>/profile`; None: none.
-      tensorboard, wandb: where else metrics go, see `MetricsWriter`.
+      accumulation: micro-batches per step; batches [B, T] are reshaped to [A, B / A, T].
+      best_metric, best_mode: the hooks' metric that selects the best checkpoint, and whether its
+        "min" or "max" is best.
+      keep: number of latest checkpoints to keep.
+      keep_best: save and keep a checkpoint whenever the best metric improves during training.
+      save_at_end: also save after the last step (so that a finished run can be restored).
+      profile: (first step to trace, first step after), from 1, into `<workdir>/profile`; or None.
+      tensorboard, wandb: further targets of metrics, see `MetricsWriter`.
     """
 
     steps: int
@@ -72,10 +72,10 @@ class Program:
     Attributes:
       train_step: from `make_train_step`.
       hyper: step (0-based) -> floats for `train_step`.
-      shardings: the (state, batch, replicated) that the step was built with.
+      shardings: (state, batch, replicated) shardings of the step.
       gradient_paths: sorted paths of the trainable leaves, to name one with a bad gradient.
-      lengths: how many shapes its batches may have: programs that may be compiled.
-      terms: names of the loss's.
+      lengths: number of shapes of its batches, i.e. of programs that may be compiled.
+      terms: names of the loss's terms.
     """
 
     train_step: Any
@@ -92,7 +92,7 @@ class LoopResult:
 
     `best` is `{"step", "metric", "value"}` (None: nothing was evaluated). With `keep_best` its
     parameters are `Checkpoints(workdir / "checkpoints").restore(state, best["step"])`; step 0 is
-    the model as it was given, which is not saved.
+    the original model, which is not saved.
     """
 
     state: TrainState
@@ -104,15 +104,15 @@ class LoopResult:
 
 
 class TrainLoop:
-    """Takes the steps of a run, from the latest checkpoint in `workdir` if there is one.
+    """Runs the steps of a run, from the latest checkpoint in `workdir` if there is one.
 
     Args:
-      config: when to do what.
+      config: the schedule.
       program: the compiled step, and its arguments other than state and batch.
       state: the state at step 0, placed. It is donated: keep no reference.
       batches: see `objectives.Batches`; at its beginning.
-      workdir: checkpoints and metrics go there; claim it with `prepare_workdir` first.
-      hooks: what is measured between steps; their metrics are one row of the metrics file.
+      workdir: directory for checkpoints and metrics; claim it with `prepare_workdir` first.
+      hooks: measurements between steps; their metrics are one row of the metrics file.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class TrainLoop:
         self._first_calls: set[int] = set()  # steps whose time is the compiler's too
 
     def run(self) -> LoopResult:
-        """Trains to the end or to a signal; see `LoopResult`.
+        """Train until the end or a signal; see `LoopResult`.
 
         Raises:
-          TrainingDiverged: something is not finite; the update was not applied.
-          CheckpointError: the checkpoint to resume from is damaged or another model's, or one
-            could not be written (a full disk, say).
+          TrainingDiverged: a non-finite value; the update was not applied.
+          CheckpointError: the checkpoint to resume from is damaged or another model's, or a
+            checkpoint could not be written (e.g. a full disk).
           ValueError: the data ended early.
           RuntimeError: the step was compiled a second time.
         """
@@ -169,7 +169,7 @@ class TrainLoop:
                 done = self.step >= self.config.steps
             finally:
                 self._profiler.close()
-                # Said first: closing may fail too, or wait for a disk that does not answer.
+                # Printed first: closing may also fail, or wait for a disk that does not respond.
                 if not done and (self.step or self.saved_step is not None):
                     self._say(
                         f"stopped at step {self.step}; to resume: {resume_command(self.workdir)}"
@@ -226,7 +226,7 @@ class TrainLoop:
             self._shapes.add(shapes)
             metrics = self._first_call(placed)
         else:
-            # From here on the loop moves nothing between host and device without saying so.
+            # From here on, implicit transfers between host and device are errors.
             with jax.transfer_guard("disallow"):
                 self.state, metrics = self.program.train_step(self.state, *placed)
         self.step += 1
@@ -254,7 +254,7 @@ class TrainLoop:
         return metrics
 
     def _place(self, batch: dict[str, np.ndarray], hyper: Mapping[str, float]) -> tuple:
-        """Both on the devices; with the batch goes whether this process wants to stop."""
+        """Place both on the devices; the batch includes this process's stop flag."""
         _, rows, whole = self.program.shardings
         parts = cut(batch, self.config.accumulation, self.stopping.wanted is not None)
         return place_batch(parts, rows), place_scalars(hyper, whole)
@@ -264,7 +264,7 @@ class TrainLoop:
         self._report(previous)
 
     def _report(self, pending: tuple[int, Any, dict] | None) -> None:
-        """Fetches a step's metrics (the next one runs meanwhile), checks and writes them."""
+        """Fetch a step's metrics (while the next step runs), check and write them."""
         if pending is None:
             return
         step, metrics, hyper = pending
@@ -284,7 +284,7 @@ class TrainLoop:
         if metrics.get("target_tokens", 1) == 0:
             self._say(f"step {step}: the batch has no target, so its loss is 0")
         self.writer.write(step, row)
-        # A sum of several terms with unlike weights says little: each of them, without its weight.
+        # Show each term without its weight: the weighted sum of several terms is less useful.
         terms = self.program.terms if len(self.program.terms) > 1 else ("loss",)
         shown = {name: float(metrics[name]) for name in terms}
         if self._speaks:
@@ -309,7 +309,7 @@ class TrainLoop:
             what = "the update is not finite"
         return TrainingDiverged(
             f"step {step}: {what}; {self._last_checkpoint()}. Lower the learning rate or the "
-            "term's weight, or look at the batch of that step"
+            "term's weight, or check the batch of that step"
         )
 
     def _last_checkpoint(self) -> str:
@@ -322,7 +322,7 @@ class TrainLoop:
         return f"last good checkpoint: {self.checkpoints.directory / str(good)}"
 
     def _measure(self, due: Sequence[Hook]) -> None:
-        """Calls the hooks; their metrics are one row, one of them may be the best so far."""
+        """Call the hooks and write their metrics as one row; update the best value."""
         if not due:
             return
         self._drain()
@@ -333,14 +333,14 @@ class TrainLoop:
             metrics |= hook.function(self.state, self.stopping.check)
         self.last_measured = self.step
         name = self.config.best_metric
-        # A hook that is called more seldom may be the one that measures it.
+        # The metric may come from a hook that is called less often.
         if name in metrics or self.step == 0:
             improved = self.best.update(self.step, metrics)
             if not np.isfinite(metrics[name]):
                 raise TrainingDiverged(
                     f"step {self.step}: {name}={float(metrics[name])}; {self._last_checkpoint()}"
                 )
-            # At step 0 the best is the model as it was loaded: nothing to save.
+            # At step 0 the best is the original model: nothing to save.
             self._improved = improved and self.config.keep_best and self.step > 0
             best = self.best.row or {"value": math.nan}
             self._say(f"step {self.step}: {name} {metrics[name]:.5f} (best {best['value']:.5f})")
@@ -348,7 +348,7 @@ class TrainLoop:
         self.throughput.restart()
 
     def _save(self) -> None:
-        """Saves once a step. Metrics are drained first: a step that diverged is never saved."""
+        """Save once per step, after checking its metrics, so a diverged step is never saved."""
         self._drain()
         improved, self._improved = self._improved, False
         if self.saved_step == self.step and not improved:

@@ -1,7 +1,7 @@
-"""Objectives: what a run trains towards, and everything that it alone knows of its task.
+"""Objectives: the task of a training run, with everything specific to it.
 
-The trainer knows no batch leaf, no head, no metric and no text: it asks the objective. Language
-modelling (`train/language.py`) is one of them.
+The trainer has no code for batch leaves, heads, metrics or texts: they are defined by the
+objective. Language modeling (`train/language.py`) is one of them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ffn_heterogeneity.models.block import dropout as drop_out
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.wording import check_number
 
-LANGUAGE = "language_model"  # the objective that a config need not name
+LANGUAGE = "language_model"  # the default objective
 Batch = dict[str, np.ndarray]
-# The part of a step's dropout key that the head draws from; the layers split the whole of it.
+# The head's part of a step's dropout key; the layers split the key itself.
 _HEAD_KEY = 0x4EAD
 
 
@@ -40,7 +40,7 @@ class Batches(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveSettings:
-    """The part of a run's config that an objective is told, named as in `settings.TrainConfig`."""
+    """The part of a run's config that an objective gets, named as in `settings.TrainConfig`."""
 
     model: str
     objective: str
@@ -55,15 +55,15 @@ class ObjectiveSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The data of a run, of which a process reads the rows that its devices are given.
+    """The data of a run; a process reads the rows of its devices.
 
     Attributes:
-      batches: for training. Each batch has one of the objective's lengths, the same in every
-        process: it is drawn by the seed and the step, so that a resumed run draws the same.
+      batches: training batches. Each has one of the objective's lengths, the same in every process:
+        it depends on the seed and the step, so that a resumed run is the same.
       held_out: name of a set -> () -> one pass over its batches, always the same; the last one is
-        filled up with rows that count nowhere.
+        padded with rows that do not count.
       says: (results) -> facts about this data for results.json and the model card.
-      at_end: sets like `held_out`, measured once, on the weights that are exported.
+      at_end: sets like `held_out`, evaluated once, with the exported weights.
     """
 
     batches: Batches
@@ -77,28 +77,28 @@ class Objective:
     """A kind of task.
 
     Attributes:
-      name: in configs.
-      batch: leaf -> (its axes, its dtype). "B" is the rows of a batch; the others are the
-        objective's own ("T" for tokens, "S" for a second side, ...).
-      lengths: one training program each, {axis: size} of all axes but B. All are compiled before
-        the first step; the largest decides how much is recomputed and whether memory suffices.
+      name: its name in configs.
+      batch: leaf -> (its axes, its dtype). "B" is the rows of a batch; other axes belong to the
+        objective ("T" for tokens, "S" for a second side, ...).
+      lengths: {axis: size} of all axes except B, with one training program each. All are compiled
+        before the first step; the largest decides about rematerialization and memory.
       data: (tokenizer or None, rows of the global batch that this process feeds) -> Data.
-      head: what is on top of the model; None: the language model's own head, or nothing.
-      terms: the losses that a config need not name, as groups of `config.losses`. Without any, and
-        without losses in the config, a model can be evaluated and not trained.
+      head: the head on top of the model; None: the language-model head, or none.
+      terms: default losses, as groups of `config.losses`. Without any, and without losses in the
+        config, a model can be evaluated but not trained.
       probes: always computed; their results are in `outputs["probes"]`.
-      counts: batch -> {name: number} reported of every step; "tokens" is what its speed counts,
-        "target_tokens" what the loss is about (a step without any is warned of).
-      predictions: (params, outputs, batch) -> {name: array [B, ...]}, one row an example of a
-        held-out set, references among them; rows where "valid" [B] is False count nowhere.
+      counts: batch -> {name: number} reported at every step; "tokens" is used for the speed,
+        "target_tokens" is the number of targets (a step without any causes a warning).
+      predictions: (params, outputs, batch) -> {name: array [B, ...]}, one row per example of a
+        held-out set, including references; rows where "valid" [B] is False do not count.
       metrics: {name: numpy array of all valid rows, of every process} -> {name: number}, on the
-        host: what does not add up over batches (F1, Matthews, Spearman).
+        host, for metrics that are not sums over batches (F1, Matthews, Spearman).
       evaluate: (params, batches) -> {name: number}, instead of both (decoded answers).
-      best: "min:" or "max:" and the metric that decides which checkpoint is the best. One held-out
-        set: "validation/<metric>"; several: "validation/<set>/<metric>".
-      rates: (regex, peak learning rate) of leaves with a separate one.
-      together: n successive rows of a batch are one row of the model, [B / n, n T], in which
-        "segment_ids" tell the examples apart: short ones fill the places that long ones leave.
+      best: "min:" or "max:" and the metric that selects the best checkpoint. One held-out set:
+        "validation/<metric>"; several: "validation/<set>/<metric>".
+      rates: (regex, peak learning rate) of leaves with a separate learning rate.
+      together: n successive rows of a batch are packed into one row of the model, [B / n, n T],
+        with "segment_ids" per example, so that short examples fill the space left by long ones.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Objective:
             raise ValueError(f"objective {self.name!r} needs a length, and B first in every leaf")
 
     def joined(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The batch as the model reads it: leaves of tokens as rows of `together` rows each."""
+        """The batch for the model: leaves of tokens with `together` rows packed into one."""
         rows = {name for name, (axes, _) in self.batch.items() if axes == ("B", "T")}
         return {
             name: leaf.reshape(-1, self.together * leaf.shape[1]) if name in rows else leaf
@@ -145,11 +145,11 @@ class Objective:
 
     @property
     def positions(self) -> int:
-        """The positions of the longest row, over all axes."""
+        """Positions of the longest row, over all axes."""
         return sum(self.longest.values())
 
     def shapes(self, rows: int, length: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
-        """A batch of `rows` rows of that length."""
+        """Shapes of a batch of `rows` rows of that length."""
         sizes = {"B": rows, **length}
         return {
             name: jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in axes), np.dtype(dtype))
@@ -172,13 +172,13 @@ class Forward:
         return self._outputs(run, params, batch, probes, dropout)
 
     def nudged(self, params: dict, batch: Mapping[str, Any], nudges_lbtd: jax.Array) -> dict:
-        """The same with `nudges_lbtd` added to the outputs of the FFNs (`causal_lm.nudged`)."""
+        """Run with `nudges_lbtd` added to the outputs of the FFNs (`causal_lm.nudged`)."""
         return self._outputs(
             functools.partial(causal_lm.nudged, nudges_lbtd=nudges_lbtd), params, batch
         )
 
     def of(self, model: ModelConfig) -> Forward:
-        """The forward pass of a model of other widths, such as a teacher."""
+        """The forward pass of a model with other widths, such as a teacher."""
         return dataclasses.replace(self, model=model)
 
     def _outputs(self, run, params, batch, probes=(), dropout=None) -> dict:
@@ -204,10 +204,10 @@ class Forward:
 def make_forward(
     objective: Objective, model: ModelConfig, options: causal_lm.RunOptions
 ) -> Forward:
-    """The forward pass of `model` with the objective's head.
+    """Make the forward pass of `model` with the objective's head.
 
     Raises:
-      ValueError: the model lacks the head, or `heads.HEADS` does.
+      ValueError: the model or `heads.HEADS` does not have the head.
     """
     head = make_head(model, objective.head) if objective.head else None
     if objective.head and model.head != objective.head:

@@ -1,7 +1,7 @@
-"""Optimisers over a flat `{path: leaf}` dict, with the learning rate as a run-time argument.
+"""Optimizers over a flat `{path: leaf}` dict, with the learning rate as a run-time argument.
 
 `optimizer.update(grads, state, params, learning_rate=lr)` returns the step to ADD to the
-parameters. The rate is an array, so schedules and sweeps never recompile.
+parameters. The learning rate is an array, so schedules and sweeps never recompile.
 """
 
 import dataclasses
@@ -24,23 +24,24 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """One optimiser; options that another optimiser owns are ignored by this one.
+    """Settings of an optimizer; options of other optimizers are ignored.
 
     Attributes:
       name: "adamw", "adafactor" or "sgd".
       b1, b2, eps: AdamW's decays of the two moments, and the constant added to the root.
-      weight_decay: decoupled, multiplied by the learning rate (as in torch.optim.AdamW); the
-        leaves that are declared to decay do. All three optimisers take it.
-      rates: (regex, factor) pairs: leaves, or layers of them, whose learning rate (and with it
-        their decay) is another; the first that matches decides.
+      weight_decay: decoupled, multiplied by the learning rate (as in torch.optim.AdamW); applies
+        to leaves that are declared to decay, in all three optimizers.
+      rates: (regex, factor) pairs: factors of the learning rate (and so of the decay) of leaves, or
+        layers of them; the first match decides.
       clip_norm: gradients are scaled down to this global norm; None: no clipping.
-      momentum, nesterov: of SGD.
-      multiply_by_parameter_scale: Adafactor's update times max(rms of the leaf, 1e-3). Default
-        False: with it, a rate of 1e-6 moves weights by about 5e-8 a step, i.e. nothing
-        learns. The paper does not say which of the two it used.
+      momentum, nesterov: SGD's.
+      multiply_by_parameter_scale: multiply Adafactor's update by max(rms of the leaf, 1e-3). The
+        default is False: with True, a learning rate of 1e-6 moves weights by about 5e-8 per step,
+        so nothing is learned. The paper does not state which it used.
       clipping_threshold: Adafactor's clip of the update's rms, per layer and leaf; None: none.
       decay_rate: Adafactor's second moment decays with 1 - t ** -decay_rate.
-      min_dim_size_to_factor: Adafactor factors kernels whose two largest axes are at least so big.
+      min_dim_size_to_factor: Adafactor factors kernels whose two largest axes have at least this
+        size.
       adafactor_eps: added to squared gradients.
     """
 
@@ -77,19 +78,19 @@ def make_optimizer(
     trainable_mask: Mapping[str, bool],
     leaves: Mapping[str, Leaf] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimiser of the trainable leaves of `params`.
+    """Make the optimizer of the trainable leaves of `params`.
 
     Args:
-      config: which one.
+      config: the optimizer's settings.
       params: the whole parameter tree (or its ShapeDtypeStructs); only paths and shapes are read.
-      trainable_mask: `{path: trains}` over every leaf; the others get no state at all.
-      leaves: `models.leaves.declared` of the tree, which says what decays; needed where
+      trainable_mask: `{path: trains}` over every leaf; frozen leaves get no state.
+      leaves: `models.leaves.declared` of the tree, which declares the leaves that decay; needed if
         `weight_decay` is not 0.
 
     Returns:
       A transformation on the flat dict `{path: leaf}` of the trainable leaves. Its `update` needs
-      the keyword `learning_rate` (a scalar, may be traced) and returns the step to add; it takes
-      `grad_norm`, the gradients' global norm, where that is known.
+      the keyword `learning_rate` (a scalar, may be traced) and returns the step to add; it accepts
+      `grad_norm`, the gradients' global norm, if known.
 
     Raises:
       ValueError: decay without declarations.
@@ -108,7 +109,7 @@ def make_optimizer(
         if leaves is None:
             raise ValueError(
                 f"weight_decay={config.weight_decay} needs leaves=declared(config, params), which "
-                "says what decays (models/leaves.py)"
+                "declares the leaves that decay (models/leaves.py)"
             )
         decays = {path: leaves[path].decays for path in paths}
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=decays))
@@ -121,7 +122,7 @@ def make_optimizer(
 
 
 def _clip(largest: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm`, bit for bit; a norm that is known is not computed again."""
+    """`optax.clip_by_global_norm`, bit for bit, without recomputing a known norm."""
 
     def update(grads, state, params=None, *, grad_norm=None, **_):
         norm = optax.global_norm(grads) if grad_norm is None else grad_norm
@@ -156,11 +157,11 @@ class PerLayerState(NamedTuple):
 
 
 def per_layer(transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`transform` applied to every leaf alone, and to every layer of a leaf under "stack/" alone.
+    """Apply `transform` to every leaf separately, and to every layer of a leaf under "stack/".
 
-    optax's Adafactor on a stacked [L, in, out] leaf factors over, and takes the rms of, all layers
-    together (updates between 0.57 and 5.7 times the per-layer ones). `jax.vmap` of the transform
-    over the layer axis is exactly the per-layer optimiser.
+    On a stacked [L, in, out] leaf, optax's Adafactor would factor over, and take the rms of, all
+    layers together (updates between 0.57 and 5.7 times the per-layer ones). `jax.vmap` of the
+    transform over the layer axis is exactly the per-layer optimizer.
     """
 
     def init(params):
@@ -198,7 +199,7 @@ def _scale_by_rate(factors: Mapping[str, Any]) -> optax.GradientTransformationEx
 
 
 def by_layer(values: Any, leaf: jax.Array) -> jax.Array:
-    """One value, or one a layer of a stacked leaf, to be broadcast against the leaf."""
+    """One value, or one per layer of a stacked leaf, shaped to broadcast against the leaf."""
     values = jnp.asarray(values)
     values = values if values.dtype == bool else values.astype(leaf.dtype)
     return values.reshape(values.shape + (1,) * (leaf.ndim - values.ndim))
@@ -212,17 +213,16 @@ def make_schedule(
     total_steps: int | None = None,
     final_fraction: float = 0.0,
 ) -> Callable[[int], float]:
-    """The learning rate of optimiser step `step` (0-based), computed on the host in float64.
+    """Make the learning-rate schedule: optimizer step (0-based) -> rate, in float64 on the host.
 
     Warm-up: rate * (step + 1) / warmup_steps for step < warmup_steps, so that the first step is
-    not lost and step `warmup_steps - 1` has the full rate; below 1 it is a share of all steps.
-    Then, with
-    t = (step - warmup_steps) / (total_steps - warmup_steps) clipped to [0, 1]:
+    not lost and step `warmup_steps - 1` has the full rate; a value below 1 is a fraction of all
+    steps. Then, with t = (step - warmup_steps) / (total_steps - warmup_steps) clipped to [0, 1]:
     "constant" rate; "linear" rate * (1 - (1 - final_fraction) t);
     "cosine" rate * (final_fraction + (1 - final_fraction) (1 + cos(pi t)) / 2).
 
     Raises:
-      ValueError: unknown name, a rate that is negative or not finite, a decay without a length.
+      ValueError: unknown name, a negative or non-finite rate, a decay without a length.
     """
     check_choice("schedule", name, SCHEDULES)
     check_number("learning_rate", learning_rate, "[0, inf)")

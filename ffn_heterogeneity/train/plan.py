@@ -1,7 +1,7 @@
-"""A run planned once: everything that its step is made of, from its config and its files' headers.
+"""Plan of a run: the parts of its step, from its config and its files' headers.
 
-A plan holds shapes and functions, never a weight. The dry run prints it, for devices that are not
-here too; a run puts weights into it; runs with equal static settings share its programs.
+A plan contains shapes and functions, but no weights. The dry run prints it, also for devices that
+are not available; a run adds weights; runs with equal static settings share its programs.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from ffn_heterogeneity.tree import Leaf, flatten, is_auxiliary, unflatten
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """A plan of batches that are not trained on.
+    """A plan for evaluation.
 
     Attributes:
-      model, params: the model as it trains: its config, and shapes and dtypes of its leaves.
-      mesh: an `AbstractMesh` where nothing is to be compiled.
+      model, params: the trained model: its config, and shapes and dtypes of its leaves.
+      mesh: an `AbstractMesh` if nothing is compiled.
       objective: the task.
-      batch_size, accumulation: rows of a step, and the micro-batches that they are cut into.
-      terms, evaluated_terms: the loss, and what validation computes: the loss and its monitors.
-      options: of the forward pass.
-      refresh: of `make_refresh`.
-      forward: of `make_forward`.
-      eval_step, params_metrics: jitted, see `train/step.py`; `params_metrics` of the terms and the
-        monitors.
-      settled: (params, step, hyper) -> params as evaluation and export see them (`REFRESHES`).
+      batch_size, accumulation: rows per step, and number of micro-batches.
+      terms, evaluated_terms: the loss; and the loss with monitors, for validation.
+      options: run options of the forward pass.
+      refresh: from `make_refresh`.
+      forward: from `make_forward`.
+      eval_step, params_metrics: jitted, see `train/step.py`; `params_metrics` is for the terms and
+        the monitors.
+      settled: (params, step, hyper) -> params for evaluation and export (`REFRESHES`).
     """
 
     model: ModelConfig
@@ -84,7 +84,7 @@ class Evaluation:
 
     @property
     def tokens(self) -> int:
-        """The positions of a step, padding included."""
+        """Positions of a step, including padding."""
         return self.batch_size * self.objective.positions
 
     @functools.cached_property
@@ -94,7 +94,7 @@ class Evaluation:
 
     @functools.cached_property
     def examples(self) -> NamedSharding:
-        """The sharding of batches [B, ...] that are evaluated."""
+        """The sharding of evaluation batches [B, ...]."""
         return partition.batch_sharding(self.mesh, accumulated=False)
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class Evaluation:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """path -> parameters of the model's own leaves: of data none, of NF4's codes two a byte."""
+        """{path: number of parameters} of the model's leaves: 0 for data, 2 per byte of NF4."""
         return {
             path: self.leaves[path].holds * math.prod(leaf.shape)
             for path, leaf in flatten(self.params).items()
@@ -112,27 +112,27 @@ class Evaluation:
         }
 
     def open_data(self, tokenizer: Any) -> Data:
-        """The run's data, of which this process reads the rows of its devices."""
+        """Open the run's data; this process reads the rows of its devices."""
         own = local_rows(self.rows, self.batch_size, self.accumulation)
         return self.objective.data(tokenizer, own)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Evaluation):
-    """A plan of a run that trains.
+    """A plan of a training run.
 
     Attributes:
-      hyper: step (0-based) -> what changes from step to step (`TrainConfig.hyper`).
-      trainable: `{path: trains}`, or one bool a layer, see `partition.trainable_mask`.
-      unread: leaves that stay as they are because the objective does not read them.
-      whole: of `made_whole`.
-      dropout: of `make_train_step`.
+      hyper: step (0-based) -> values that change between steps (`TrainConfig.hyper`).
+      trainable: `{path: trains}`, or one bool per layer, see `partition.trainable_mask`.
+      unread: leaves that stay unchanged because the objective does not read them.
+      whole: from `made_whole`.
+      dropout: as in `make_train_step`.
       train_step: jitted, see `train/step.py`.
       state: shapes and dtypes of the training state.
-      shardings: of (the state, accumulated batches, what every device holds whole).
-      remats: what `compile_plan` may try, the first is in `options`.
-      assumed: what files that are not here, or weights alone, would tell.
-      key: plans of one key share their programs (`Shared`).
+      shardings: shardings of (the state, accumulated batches, replicated values).
+      remats: rematerialization policies that `compile_plan` may try; the first is in `options`.
+      assumed: notes on assumptions about remote files or weights.
+      key: plans with the same key share their programs (`Shared`).
     """
 
     hyper: Callable[[int], dict[str, float]]
@@ -149,7 +149,7 @@ class Plan(Evaluation):
     key: Hashable = None
 
     def changed(self, remat: str, accumulation: int) -> Plan:
-        """The plan of the same run with other programs; itself where nothing changes."""
+        """The plan of the same run with other programs; itself if nothing changes."""
         if (remat, accumulation) == (self.options.remat, self.accumulation):
             return self
         options = dataclasses.replace(self.options, remat=remat)
@@ -179,7 +179,7 @@ class Plan(Evaluation):
         )
 
     def differs(self, model: Model) -> str:
-        """The leaf, or config, that is another one in a model that was read; "": none is."""
+        """Name the leaf or config that differs in a loaded model; "" if none does."""
         if model.config != self.model:
             return "the model's config"
         planned, found = (
@@ -196,17 +196,17 @@ def plan(
     model: Model | None = None,
     cache: dict[Hashable, Plan] | None = None,
 ) -> Plan:
-    """Everything that `config` says about a run's step; no weight is read.
+    """Plan a run's step from `config` without reading weights.
 
     Args:
-      mesh: None: of the devices that are here.
-      model: as it trains (`source.starting_model`), where it has been read: its leaves may be
-        arrays or `ShapeDtypeStruct`s. None: of its files' headers.
-      cache: plans made before, by their keys: one of equal static settings lends its programs.
+      mesh: None: over this machine's devices.
+      model: the model to train (`source.starting_model`), if it has been loaded: its leaves may be
+        arrays or `ShapeDtypeStruct`s. None: from its files' headers.
+      cache: earlier plans, by their keys: programs of equal static settings are reused.
 
     Raises:
-      ValueError (RuleError, CheckpointError are some): a rule, term or sharding that does not fit
-        the tree or the mesh.
+      ValueError (e.g. RuleError, CheckpointError): a rule, term or sharding that does not fit the
+        tree or the mesh.
     """
     mesh, assumed = mesh or partition.make_mesh(**config.mesh), ()
     if model is None:
@@ -220,7 +220,7 @@ def plan(
     optimizer, hyper = config.optimizer_with(objective.rates), config.hyper(objective.terms)
     key = static_key(config.static, optimizer, model, mesh)
     if cache is not None and key in cache:
-        # Its programs, and this run's own data: seeds and schedules are not part of the key.
+        # The cached programs with this run's data: seeds and schedules are not part of the key.
         return dataclasses.replace(cache[key], objective=objective, hyper=hyper, assumed=assumed)
     seen = plan_evaluation(config, objective, model, mesh)
     made = _build(config, seen, optimizer, hyper)
@@ -233,10 +233,10 @@ def plan(
 def static_key(
     static: Hashable, optimizer: OptimizerConfig, model: Model, mesh: Mesh | AbstractMesh
 ) -> Hashable:
-    """The parts that a plan makes programs of: runs with equal keys can use the same ones.
+    """Cache key: every setting that changes the compiled program.
 
-    Everything in the config that is not free (`TrainConfig.static`), the optimizer with the
-    leaves' own rates, the model's config, the names, shapes and dtypes of its leaves, the mesh.
+    It has all static settings of the config (`TrainConfig.static`), the optimizer with the leaves'
+    learning rates, the model's config, the names, shapes and dtypes of its leaves, and the mesh.
     """
     leaves = ((path, x.shape, str(x.dtype)) for path, x in flatten(model.params).items())
     return static, optimizer, model.config, tuple(leaves), mesh
@@ -245,7 +245,7 @@ def static_key(
 def plan_evaluation(
     config: TrainConfig, objective: Objective, model: Model, mesh: Mesh | AbstractMesh
 ) -> Evaluation:
-    """The plan of a run that evaluates alone; errors as `plan`."""
+    """Plan a run that only evaluates; errors as `plan`."""
     terms = make_terms(config.losses_with(objective.terms), model.config, mesh)
     evaluated = (*terms, *make_terms(config.monitors, model.config, mesh, trained=False))
     packed = config.data.get("packing", True)
@@ -318,11 +318,13 @@ def _build(
 def _frozen_where_unread(
     seen: Evaluation, settled: Any, mask: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """(the mask, in which leaves that the objective does not read stay as they are; those that
-    would have trained): a language model's untied head under a classifier, say.
+    """Freeze leaves that the objective does not read, e.g. an untied head under a classifier.
+
+    Returns:
+      (the mask, the leaves that would otherwise train).
 
     Raises:
-      ValueError: a leaf that the model does not read either. (Flax is silent about those.)
+      ValueError: a leaf that the model does not read either. (Flax does not report those.)
     """
     rows = seen.batch_size // seen.accumulation
     batch = seen.objective.shapes(rows, seen.objective.longest)
@@ -334,7 +336,7 @@ def _frozen_where_unread(
 
     unread = unused_leaves(seen.model, settled, computed, batch)
     own = set(unread) and set(unused_leaves(seen.model, settled))
-    kept = f"{ROOT}/"  # of another task
+    kept = f"{ROOT}/"  # another task's head
     refuse_unused(
         seen.model, [path for path in unread if path in own and not path.startswith(kept)]
     )

@@ -1,4 +1,4 @@
-"""A trace of chosen steps, to be looked at in TensorBoard or Perfetto."""
+"""Traces of chosen steps, for TensorBoard or Perfetto."""
 
 import re
 import tempfile
@@ -11,10 +11,10 @@ from ffn_heterogeneity.io.files import copy_tree, is_bucket
 
 
 def parse_window(text: str) -> tuple[int, int] | None:
-    """ "10:13" -> (10, 13): steps 10, 11 and 12 as metrics count them (from 1); "" -> None.
+    """Parse "10:13" to (10, 13): steps 10, 11 and 12 as counted in metrics (from 1); "" to None.
 
     Raises:
-      ValueError: it is not such a pair.
+      ValueError: not such a pair.
     """
     if not text:
         return None
@@ -32,7 +32,7 @@ class Profiler:
     """Starts and stops JAX's profiler around the steps of `window`; None: never.
 
     Args:
-      directory: where the trace goes; every process writes its own files into it.
+      directory: directory for the trace; every process writes separate files.
     """
 
     def __init__(self, window: tuple[int, int] | None, directory: epath.Path):
@@ -41,7 +41,7 @@ class Profiler:
         self._held: epath.Path | None = None
 
     def before(self, step: int) -> None:
-        """Call before step `step` (from 1) is started."""
+        """Must be called before step `step` (from 1) is started."""
         if not self.running and self._first <= step < self._end:
             if is_bucket(self.directory):
                 self._held = epath.Path(tempfile.mkdtemp(prefix="ffn_profile_"))
@@ -49,7 +49,7 @@ class Profiler:
             self.running = True
 
     def after(self, step: int, results: Any) -> str | None:
-        """Call after it; waits for `results` at the window's end. A line to say, or None."""
+        """Must be called after it; waits for `results` at the window's end. Returns a message."""
         if self.running and step + 1 >= self._end:
             jax.block_until_ready(results)
             self.close()
@@ -57,7 +57,7 @@ class Profiler:
         return None
 
     def close(self) -> None:
-        """Writes a trace that the run's end has cut short."""
+        """Write a trace that ends with the run."""
         if self.running:
             self.running = False
             jax.profiler.stop_trace()

@@ -1,6 +1,6 @@
-"""A training experiment as a frozen config: its ConfigDict is read and checked once.
+"""A training experiment as a frozen config, read from its ConfigDict and checked once.
 
-Everything behind it takes this one, so that a key has one meaning and one place where it is read.
+All other code uses this config, so that a key has one meaning and is read in one place.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from ffn_heterogeneity.train.profiler import parse_window
 from ffn_heterogeneity.train.source import Start
 from ffn_heterogeneity.wording import check_choice, check_number, check_numbers, settings_from
 
-MOST = 2**31 - 1  # rows, tokens of a row, steps: what counts them is int32
+MOST = 2**31 - 1  # rows, tokens per row, steps: counters are int32
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULE_KEYS = ("learning_rate", "schedule", "warmup_steps", "final_fraction")
-# Fields that no compiled program depends on: they go through `hyper`, or are the host's business.
-# (The dropout rate is one of them, whether there is any is not; losses' weights alike.)
+# Fields that no compiled program depends on: they are passed in `hyper`, or used on the host only.
+# (The dropout rate is one of them, but not whether there is dropout; likewise losses' weights.)
 FREE = (
     "model",
     "revision",
@@ -48,17 +48,17 @@ FREE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training experiment; `configs/parts/train.py` says what each key of its config means.
+    """A training experiment; `configs/parts/train.py` documents each key of its config.
 
     Attributes:
       losses, monitors: name of an instance -> its group.
-      schedule: the keys of `config.optimizer` that make the learning rate of a step.
-      eval_every, max_batches: of `config.eval`; None: all batches of a held-out set.
-      best_metric: "" where the objective decides.
-      loop: when to do what; its metric is the default one until the objective is known.
+      schedule: the keys of `config.optimizer` for the learning-rate schedule.
+      eval_every, max_batches: from `config.eval`; None: all batches of a held-out set.
+      best_metric: "" if the objective decides.
+      loop: the loop's schedule; its metric is the default until the objective is known.
       prepare, refresh: name -> settings, in the order in which they apply.
-      retries: further attempts, with other seeds, after a loss that is not finite.
-      own: keys and groups that only an objective knows.
+      retries: further attempts, with other seeds, after a non-finite loss.
+      own: keys and groups of the objective.
     """
 
     model: str
@@ -129,19 +129,19 @@ class TrainConfig:
 
     @property
     def adapter_dropout(self) -> float:
-        """The rate of that group of the prepared adapters which has one, else 0."""
+        """The dropout rate of the prepared adapters, or 0."""
         rates = [settings.get("dropout", 0.0) for settings in self.prepare.values()]
         return max(rates, default=0.0)
 
     def losses_with(self, brought: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """The groups of losses, with those that an objective brings and the config does not name.
+        """The groups of losses, with the objective's defaults that the config does not name.
 
-        (Never stored: runs with equal programs differ in their weights.)
+        (Not stored, because runs with equal programs differ in their weights.)
         """
         return {**brought, **self.losses}
 
     def optimizer_with(self, rates: Sequence[tuple[str, float]]) -> OptimizerConfig:
-        """The optimiser with those leaves' own peak learning rates, as factors of the run's."""
+        """The optimizer with the leaves' peak learning rates, as factors of the run's."""
         peak = self.schedule["learning_rate"]
         own = tuple((pattern, rate / peak) for pattern, rate in rates if peak)
         return dataclasses.replace(self.optimizer, rates=(*own, *self.optimizer.rates))
@@ -153,7 +153,7 @@ class TrainConfig:
 
     @property
     def task(self) -> ObjectiveSettings:
-        """The part that the objective is told."""
+        """The part of the config that the objective gets."""
         return settings_from(ObjectiveSettings, vars(self))
 
     def hyper(self, brought: Mapping[str, Mapping[str, Any]]) -> Callable[[int], dict[str, float]]:
@@ -181,9 +181,9 @@ class TrainConfig:
 
     @property
     def static(self) -> Hashable:
-        """The settings that programs depend on, other than the model, its leaves and the mesh.
+        """The settings that programs depend on, except the model, its leaves and the mesh.
 
-        Configs that differ in `FREE` fields alone can use the same programs.
+        Configs that differ only in `FREE` fields can use the same programs.
         """
         values = {
             field.name: getattr(self, field.name)
@@ -199,11 +199,10 @@ class TrainConfig:
 
 
 def read(config: ConfigDict) -> TrainConfig:
-    """The experiment that `config` describes.
+    """Read and check the experiment that `config` describes.
 
     Raises:
-      ValueError: a key with a value that would only be noticed after hours; names it, the value and
-        what it may be.
+      ValueError: an invalid value; names the key, the value and the allowed values.
     """
     values = config.to_dict()
     values["steps"] = _steps(values)
@@ -242,7 +241,7 @@ def read(config: ConfigDict) -> TrainConfig:
 
 
 def _steps(values: Mapping[str, Any]) -> int:
-    """Of the run; where none are given, of its epochs."""
+    """Steps of the run; if not given, those of its epochs."""
     if values["steps"] or "epochs" not in values:
         return values["steps"]
     steps = steps_of(values["data"], values["epochs"], values["batch_size"])

@@ -1,4 +1,4 @@
-"""Several runs of one process: the loaded model and the planned programs that they share."""
+"""State shared by several runs of one process: the loaded model and the planned programs."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -10,15 +10,15 @@ from ffn_heterogeneity.train.plan import Plan
 class Shared:
     """State shared by several runs of one process, passed to each.
 
-    Runs whose static settings are equal (`plan.static_key`: they differ in learning rates, weights
-    of losses, dropout rates, schedules, seeds, steps) use the very same compiled train step and
+    Runs with equal static settings (`plan.static_key`: they differ only in learning rates, weights
+    of losses, dropout rates, schedules, seeds, steps) use the same compiled train step and
     evaluation.
 
     Args:
-      keep_model: the model that was read last stays in host memory for the next run.
+      keep_model: keep the last loaded model in host memory for the next run.
 
     Attributes:
-      plans: by their keys, see `plan.plan`.
+      plans: plans by their keys, see `plan.plan`.
     """
 
     def __init__(self, keep_model: bool = True):
@@ -27,7 +27,7 @@ class Shared:
         self.plans: dict[Hashable, Plan] = {}
 
     def load(self, spec: str, revision: str | None = None) -> Model:
-        """`load_model`, once for runs of the same model. Its leaves are for reading only."""
+        """Call `load_model` once for runs of the same model; its leaves must not be changed."""
         if not self._keep_model:
             return load_model(spec, revision=revision)
         if self._model is None or self._model[0] != (spec, revision):
@@ -37,10 +37,10 @@ class Shared:
 
     @property
     def programs(self) -> int:
-        """Different train steps that were compiled so far."""
+        """Number of different train steps compiled so far."""
         return sum(plan.train_step._cache_size() > 0 for plan in self.plans.values())
 
     @property
     def compilations(self) -> int:
-        """The number of times a train step was compiled so far; at most once a program."""
+        """Number of compilations of train steps so far; at most one per program."""
         return sum(plan.train_step._cache_size() for plan in self.plans.values())

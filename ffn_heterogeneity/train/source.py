@@ -1,6 +1,6 @@
-"""The weights that a run starts from: of a model that is there, or new ones of a given shape.
+"""The initial weights of a run: those of an existing model, or new ones of a given shape.
 
-Of shapes alone too, so that a run is planned before any weight is read.
+Also as shapes only, so that a run is planned before weights are read.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from ffn_heterogeneity.wording import check_number
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A run's model: which one, and the surgeries before it trains.
+    """A run's initial model, and the surgeries before training.
 
     Attributes:
-      model, revision: as `load_model` takes them; model "": a new one of `shape`.
-      tokenizer: of a new model.
-      shape: layers, d_model, n_heads, ffn_width, vocab_size, tied; None: none is made.
-      seed: of new weights, and of what surgeries draw.
-      seq_len: the least number of positions of a new model.
+      model, revision: as for `load_model`; model "": a new one of `shape`.
+      tokenizer: the tokenizer of a new model.
+      shape: layers, d_model, n_heads, ffn_width, vocab_size, tied; None: no new model.
+      seed: seed of new weights, and of surgeries.
+      seq_len: minimum number of positions of a new model.
       prepare: name of a surgery -> settings, in the order in which they apply.
     """
 
@@ -50,12 +50,12 @@ class Start:
 
 
 def found_shapes(source: Start) -> tuple[Model, tuple[str, ...]]:
-    """(`found_model`, with shapes and dtypes instead of arrays; what of it is assumed).
+    """Return (`found_model` with shapes and dtypes instead of arrays, notes on assumptions).
 
-    A new model has its tokenizer, which names its special tokens; another one has none here.
+    A new model has its tokenizer, for its special tokens; other models have none here.
 
     Raises:
-      ValueError (ConfigError, CheckpointError are some): no such model, or a shape that is none.
+      ValueError (e.g. ConfigError, CheckpointError): no such model, or an invalid shape.
     """
     if source.is_fresh:
         model = _new_shape(source)
@@ -100,7 +100,7 @@ def _new_shape(source: Start) -> Model:
 def starting_model(
     source: Start, head: HeadConfig | None, load: Callable[..., Model] = load_model
 ) -> Model:
-    """The model as it trains: as the run finds it, after the surgeries, with the objective's head.
+    """The model at the start of training: after the surgeries, with the objective's head.
 
     Raises:
       ValueError: as `found_model` and the surgeries.
@@ -111,8 +111,10 @@ def starting_model(
 
 
 def prepared(source: Start, model: Model) -> Model:
-    """`model` after the surgeries of `source.prepare`, in that order; of shapes alone under
-    `jax.eval_shape`. Each draws from the seed and its own name."""
+    """Apply the surgeries of `source.prepare` in order; also works under `jax.eval_shape`.
+
+    Each surgery's random key depends on the seed and its name.
+    """
     places = {}
     for name, settings in source.prepare.items():
         model, report = SURGERIES[name](model, settings, key=_key(source, name))
@@ -124,7 +126,7 @@ def prepared(source: Start, model: Model) -> Model:
 
 
 def headed(source: Start, head: HeadConfig | None, model: Model) -> Model:
-    """`model` with a head, new where it has none of that kind."""
+    """Return `model` with a head: its own, or a new one."""
     config, params = with_head(model.config, model.params, head, _key(source, ROOT))
     return dataclasses.replace(model, config=config, params=params)
 
@@ -134,16 +136,16 @@ def _key(source: Start, name: str) -> jax.Array:
 
 
 def found_model(source: Start, load: Callable[..., Model] = load_model) -> Model:
-    """The model as the run finds it.
+    """The initial model before surgeries.
 
-    A fresh one has the weights of `causal_lm.init` (normal, 0.02; the paper is silent) from
-    the seed, made on the host's CPU: the same numbers on every machine and in every process.
+    A new one has the weights of `causal_lm.init` (normal, 0.02; the paper does not specify them)
+    from the seed, made on the host's CPU: the same values on every machine and in every process.
 
     Args:
-      load: what reads a model that is there.
+      load: function that loads an existing model.
 
     Raises:
-      ValueError: a tokenizer that a new model lacks, or one with ids beyond the vocabulary.
+      ValueError: a new model without a tokenizer, or a tokenizer with ids beyond the vocabulary.
     """
     if source.is_fresh:
         model = _new_shape(source)

@@ -20,9 +20,9 @@ class TrainState:
     """The state of a run between two steps; a pytree.
 
     Attributes:
-      step: int32 scalar, the number of optimiser steps done.
+      step: int32 scalar, the number of finished optimizer steps.
       params: the whole parameter tree: trainable leaves float32, frozen ones in storage dtype.
-      opt_state: the optimiser's state, of trainable leaves only.
+      opt_state: the optimizer's state, for trainable leaves only.
       key: uint32 [2], raw data of the threefry key that every step's randomness is folded from.
         (Raw, so that a checkpoint is plain numbers.)
     """
@@ -38,7 +38,7 @@ def split_params(params: Any, trainable: Mapping[str, bool]) -> tuple[dict, dict
     leaves = flatten(params)
     missing = [path for path in leaves if path not in trainable]
     if missing:
-        raise ValueError(f"trainable says nothing about the leaf {missing[0]!r}")
+        raise ValueError(f"trainable has no entry for the leaf {missing[0]!r}")
     return (
         {path: leaf for path, leaf in leaves.items() if trainable[path]},
         {path: leaf for path, leaf in leaves.items() if not trainable[path]},
@@ -46,7 +46,7 @@ def split_params(params: Any, trainable: Mapping[str, bool]) -> tuple[dict, dict
 
 
 def merge_params(trainable: Mapping[str, Any], frozen: Mapping[str, Any]) -> Any:
-    """The nested tree of both; keys are sorted, as jax does, so the order is always the same."""
+    """The nested tree of both; keys are sorted, as in JAX, so the order is deterministic."""
     both = {**trainable, **frozen}
     return unflatten({path: both[path] for path in sorted(both)})
 
@@ -59,19 +59,19 @@ def create_state(
     seed: int = 0,
     shardings: TrainState | None = None,
 ) -> TrainState:
-    """A fresh state. Floating trainable leaves become float32; frozen ones are untouched.
+    """Create the initial state. Trainable leaves become float32; frozen ones are unchanged.
 
     Args:
       params: tree of numpy or jax arrays, the same in every process. It stays valid: donating the
         state does not delete it.
       optimizer: from `make_optimizer`.
       trainable: `{path: trains}`.
-      seed: of all randomness of the run.
-      shardings: from `state_shardings`: every device is given its part of a leaf and nothing more,
-        and the optimiser's state is made where it stays. None: the default device.
+      seed: seed of all randomness of the run.
+      shardings: from `state_shardings`: every device gets only its part of a leaf, and the
+        optimizer's state is created with its sharding. None: the default device.
 
     Raises:
-      ValueError: a leaf that is set to train is not floating.
+      ValueError: a trainable leaf is not of a floating dtype.
     """
     train, frozen = split_params(params, trainable)
     for path, leaf in train.items():
@@ -103,7 +103,7 @@ def create_state(
 def abstract_state(
     params: Any, optimizer: optax.GradientTransformationExtraArgs, trainable: Mapping[str, bool]
 ) -> TrainState:
-    """`create_state`'s shapes and dtypes, without allocating anything."""
+    """Shapes and dtypes of `create_state`, without allocating memory."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def build(tree):
@@ -120,12 +120,12 @@ def abstract_state(
 
 
 def state_shardings(mesh: Mesh, state: TrainState, leaves: Mapping[str, Leaf]) -> TrainState:
-    """The state's `NamedSharding`s: parameters by their axes, moments as their parameter.
+    """The state's `NamedSharding`s: parameters by their axes, moments like their parameter.
 
-    A leaf of the optimiser's state belongs to the parameter whose path is one of its own keys. It
-    takes that parameter's spec when the shapes agree; the spec without the reduced axis when it is
-    the parameter's shape without one axis (Adafactor's factored rows and columns); and is
-    replicated otherwise (counters).
+    A leaf of the optimizer's state belongs to the parameter whose path is one of its keys. It gets
+    that parameter's spec if the shapes agree; the spec without the reduced axis if it has the
+    parameter's shape without one axis (Adafactor's factored rows and columns); and is replicated
+    otherwise (counters).
 
     Args:
       leaves: `models.leaves.declared` of the parameters.

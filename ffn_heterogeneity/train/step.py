@@ -1,4 +1,4 @@
-"""One optimiser step as one compiled, donated function: `train_step(state, batch, hyper)`."""
+"""One optimizer step as one compiled function that donates its state: `train_step`."""
 
 import dataclasses
 import re
@@ -19,11 +19,11 @@ ForwardFn = Callable[..., dict]
 
 
 def check_terms(terms: Sequence[LossTerm], trainable: Mapping[str, bool]) -> None:
-    """Reject terms that cannot act.
+    """Reject terms without an effect.
 
     Raises:
-      ValueError: no terms, two of one name, or a "params" term with a target pattern that matches
-        no trainable leaf (it would change nothing and say nothing).
+      ValueError: no terms, duplicate names, or a "params" term with a target pattern that matches
+        no trainable leaf (it would silently have no effect).
     """
     if not terms:
         raise ValueError("a train step needs at least one loss term")
@@ -44,7 +44,7 @@ def check_terms(terms: Sequence[LossTerm], trainable: Mapping[str, bool]) -> Non
 
 
 def check_names(terms: Sequence[LossTerm]) -> None:
-    """Reject two terms (or monitors) of one name: their metrics would overwrite each other."""
+    """Reject terms (or monitors) with the same name, whose metrics would overwrite each other."""
     names = [term.name for term in terms]
     for name in names:
         if names.count(name) > 1:
@@ -64,7 +64,7 @@ def make_train_step(
     shardings: tuple[Any, Any, Any] | None = None,
     donate: bool = True,
 ):
-    """Builds `train_step(state, batch, hyper) -> (state, metrics)`, jitted, donating `state`.
+    """Build `train_step(state, batch, hyper) -> (state, metrics)`, jitted, donating `state`.
 
     total = sum_i w_i * (sum over micro-batches of total_i) / (sum of denominator_i)
             + sum_j w_j * total_j / denominator_j            ("params" terms, once per step)
@@ -80,31 +80,30 @@ def make_train_step(
       terms: the loss.
       optimizer: from `make_optimizer`, for the trainable leaves.
       trainable: `{path: trains}` over every leaf. The gradient is taken with respect to the
-        trainable ones only; there is no buffer for the others. Where it is a tuple, one bool a
-        layer, the gradient of the other layers is 0 and they stay as they are, bit for bit.
+        trainable ones only; there is no buffer for the others. If it is a tuple of one bool per
+        layer, the gradient of the other layers is 0 and they stay unchanged, bit for bit.
       accumulation: A, the number of micro-batches in a step.
-      dropout: whether the model drops at all (static); the rate is `hyper["dropout"]`. "adapters":
-        it drops in adapters alone (`RunOptions.adapter_dropout`).
+      dropout: whether there is dropout (static); the rate is `hyper["dropout"]`. "adapters":
+        dropout only in adapters (`RunOptions.adapter_dropout`).
       refresh: optional `(params, step, key, hyper, train) -> params`, applied to the tree before
         the forward pass, `train` true, and never stored (adapters that redraw a mask every step).
-      counts: batch -> numbers that are reported of it (`Objective.counts`).
+      counts: batch -> numbers to report (`Objective.counts`).
       shardings: optional `(state, batch, replicated)` shardings for the jit.
       donate: the state's buffers are reused. False only for tests.
 
     Returns:
       The jitted step. Batch leaves are [A, B, ...]; `hyper` is a dict of scalar float32 arrays with
       "learning_rate", the terms' weights by name, and "dropout" if it is on. Metrics: "loss",
-      each term's value by name, "<term>/<metric>", "grad_norm", "update_norm" (of what the
-      parameters moved by, as they are stored), the `counts`, "stop"
-      (the largest of the batch's, where it has the leaf), "finite" (bool) and "gradient_finite"
-      (bool per trainable leaf, in sorted order of paths). An "outputs" term's metrics are sums,
-      divided by its denominator as its total is; a "params" term's are reported as they are.
-      If the loss or any gradient is not finite, the state is returned as it came and "finite" is
-      False.
+      each term's value by name, "<term>/<metric>", "grad_norm", "update_norm" (of the change of the
+      stored parameters), the `counts`, "stop" (the maximum over the batch, if it has the leaf),
+      "finite" (bool) and "gradient_finite" (bool per trainable leaf, in sorted order of paths). An
+      "outputs" term's metrics are sums, divided by its denominator like its total; a "params"
+      term's metrics are reported unchanged. If the loss or a gradient is not finite, the state is
+      returned unchanged and "finite" is False.
 
     Raises:
-      ValueError: see `check_terms`; when traced: a weight that `hyper` has not, a batch whose
-        leading axis is not A.
+      ValueError: see `check_terms`; when traced: a weight that `hyper` does not have, or a batch
+        whose leading axis is not A.
     """
     check_terms(terms, trainable)
     terms = tuple(terms)
@@ -129,7 +128,7 @@ def make_train_step(
             learning_rate=hyper["learning_rate"],
         )
         metrics |= counts(batch) | changed
-        if "stop" in batch:  # the loop's own leaf
+        if "stop" in batch:  # added by the loop
             metrics["stop"] = jnp.max(batch["stop"])
         finite = metrics["finite"]
         new_state = TrainState(
@@ -157,10 +156,9 @@ def update_leaves(
     loss: jax.Array,
     learning_rate: jax.Array,
 ) -> tuple[dict, Any, dict]:
-    """(new leaves, new optimiser state, "grad_norm" ... "gradient_finite" of `make_train_step`).
+    """Return (new leaves, new optimizer state, metrics "grad_norm" ... "gradient_finite").
 
-    Both come back as they were, and "update_norm" is NaN, where the loss or a gradient is not
-    finite.
+    If the loss or a gradient is not finite, both are unchanged, and "update_norm" is NaN.
     """
     split: dict[str, Any] = {p: own for p, own in trainable.items() if isinstance(own, tuple)}
     grads = grads | {
@@ -178,14 +176,14 @@ def update_leaves(
             path: jnp.where(by_layer(own, train[path]), new[path], train[path])
             for path, own in split.items()
         }
-        # Of what the parameters moved by: the updates themselves would have to exist for it.
+        # The norm of the parameters' change: that of the updates would need them in memory.
         moved = {path: leaf - train[path] for path, leaf in new.items()}
         return new, opt_state, optax.global_norm(moved)
 
     def kept(train, opt_state):
         return train, opt_state, jnp.full_like(norm, jnp.nan)
 
-    # A branch: to choose leaf by leaf reads the whole state again.
+    # A branch, because selecting leaf by leaf would read the whole state again.
     new, opt_state, moved = jax.lax.cond(finite, updated, kept, train, opt_state)
     metrics = {"grad_norm": norm, "update_norm": moved, "finite": finite}
     return new, opt_state, metrics | {"gradient_finite": gradient_finite}
@@ -239,7 +237,7 @@ class _StepLoss:
         return values_of(self.forward_fn, self.terms, params, micro, dropout=dropout)[0]
 
     def _micro_grad(self, train: dict, micro: dict, index, denominators: dict | None):
-        """Gradient of one micro-batch's share; `denominators` None: it is the whole batch."""
+        """Gradient of a micro-batch's part of the loss; `denominators` None: the whole batch."""
 
         def loss(train):
             values, total = self._values(train, micro, index), 0.0
@@ -289,12 +287,12 @@ def make_eval_step(
     replicated: Any | None = None,
     predictions: Callable[..., dict] | None = None,
 ):
-    """Jitted `(params, batch) -> ({term: TermValue}, rows)` of the "outputs" terms, batch leaves
-    [B, ...]; rows: `predictions(params, outputs, batch)` of each example, {} without.
+    """Make the jitted `(params, batch) -> ({term: TermValue}, rows)` of the "outputs" terms.
 
-    `replicated` is the sharding of what comes back on a mesh, so that every process can read it.
-    Sum the values of several batches with `jax.tree.map`, then `averaged_metrics`: token-exact.
-    Raises ValueError where two terms have one name.
+    Batch leaves are [B, ...]; rows are `predictions(params, outputs, batch)` of each example, or
+    {}. `replicated` is the sharding of the results on a mesh, so that every process can read them.
+    To be token-exact, sum the values of several batches with `jax.tree.map`, then use
+    `averaged_metrics`. Raises ValueError for duplicate names of terms.
     """
     check_names(terms)
 
@@ -319,7 +317,7 @@ def values_of(
 
 
 def make_params_metrics(terms: Sequence[LossTerm], replicated: Any | None = None):
-    """Jitted `params -> metrics` of the "params" terms: values and what comes free with them."""
+    """Make the jitted `params -> metrics` of the "params" terms."""
     on_params = [term for term in terms if term.on == "params"]
 
     def params_metrics(params):
@@ -329,7 +327,7 @@ def make_params_metrics(terms: Sequence[LossTerm], replicated: Any | None = None
 
 
 def averaged_metrics(terms: Sequence[LossTerm], sums: Mapping[str, TermValue]) -> dict[str, Any]:
-    """`{term: total / denominator, "term/metric": metric / denominator}` and what terms derive."""
+    """`{term: total / denominator, "term/metric": metric / denominator}` and derived metrics."""
     metrics = {}
     for term in terms:
         total, denominator, extra = sums[term.name]
@@ -352,7 +350,7 @@ def plain_metrics(values: Mapping[str, TermValue]) -> dict[str, Any]:
 
 
 def union_of_probes(terms: Sequence[LossTerm]) -> tuple:
-    """Every probe that a term needs, once, in order of first use."""
+    """All probes that the terms need, without duplicates, in order of first use."""
     return tuple(dict.fromkeys(probe for term in terms for probe in term.probes))
 
 

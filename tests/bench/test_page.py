@@ -33,7 +33,7 @@ def results(*ratios, **changes) -> dict:
 
 
 def test_the_committed_page_is_what_the_script_makes(tmp_path):
-    """Sections stand in one order, whatever that of the files."""
+    """The order of sections does not depend on the order of the files."""
     shutil.copytree(REPOSITORY / "docs" / KEPT, tmp_path / KEPT)
     paths = sorted(map(str, (tmp_path / KEPT).glob("*.json")))
     page = write_page(paths, tmp_path)

@@ -1,4 +1,4 @@
-"""Training steps of configs with settings of their own: shared states, FLOPs, what is left out."""
+"""Timed training steps of configs with separate settings: shared states, FLOPs, skipped configs."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Batches: the same ones, a few of them, what stands in them, and going on with them."""
+"""Helpers for batches: comparison, the first few, their documents, and resuming."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def texts_of(batches, key):
 
 
 def check_resumes(make, count, steps):
-    """Iterators of `make()` go on from the states of one; (that one, its states, its batches)."""
+    """Iterators of `make()` resume from the states of one: (it, its states, its batches)."""
     iterator, states, whole = make(), [], []
     for _ in range(count):
         states.append(json.dumps(iterator.get_state()))

@@ -117,7 +117,7 @@ def test_other_data_tokenizer_or_version_is_refused(write, characters, bpe):
     changed = make_pipeline(config, characters(), 1, 8, 0).train_iterator()
     refused("data_crc was", changed.set_state, state, error=DataError)
     for version in (None, 1):
-        with pytest.raises(DataError, match=f"version {version}, this code reads 2; go on with"):
+        with pytest.raises(DataError, match=f"version {version}, this code reads 2; continue with"):
             changed.set_state(state | {"version": version})
 
 

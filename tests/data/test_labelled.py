@@ -205,7 +205,7 @@ def test_the_order_is_the_seeds_whatever_the_lengths_and_processes():
 
 
 def test_rows_that_stand_together_are_the_batchs_own():
-    """The same rows, each in a segment of its own, answers in the order of rows and segments."""
+    """Packing keeps the rows, one segment each, with answers in order of rows and segments."""
     rng = np.random.default_rng(0)
     data, size = encoded(rng.integers(2, 60, 50)), 8
     given = (data, size, range(size), 1, (16, 24, 32, 64))

@@ -25,7 +25,9 @@ def test_fields_that_change_what_is_learned_are_rejected_by_name(field):
     assert get_task("messages").example(row, Fields())[1].content == "4"
     value = MEANING.get(field, CALL)
     (row["messages"][1] if field in MEANING else row)[name] = value
-    refused(f"field '{name}' is .* not read here", get_task("messages").example, row, Fields())
+    refused(
+        f"field '{name}' is .* and is not supported", get_task("messages").example, row, Fields()
+    )
     if field == "tools":
         pair = {"prompt": "a", "response": "b", "tools": CALL}
         refused("field 'tools'", get_task("jsonl").example, pair, Fields())

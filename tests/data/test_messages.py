@@ -153,7 +153,7 @@ def test_an_edge_inside_a_token_is_an_error(llama1):
         "{% endif %}"
     )
     try:
-        with pytest.raises(DataError, match="joins the edge of .* chat_template='tulu'"):
+        with pytest.raises(DataError, match="merges the edge of .* chat_template='tulu'"):
             turns = [Message("user", "hi"), Message("assistant", "you")]
             encode_conversation(turns, Encoder(llama1))
     finally:
@@ -184,8 +184,8 @@ CHATTY = (
         (CHATTY.replace("m['content']", "(m['content'] if loop.last else '...')"), "message 3"),
         # The header that invites an answer is not the one of an answer.
         (CHATTY.replace("'assistant: '", "'assistant: <think>'"), "message 3"),
-        ("{{ raise_exception('Roles are not liked') }}", r"refuses .*\(Roles are not liked\)"),
-        ("{% for m in messages %}{{ m.content.nothing.there }}{% endfor %}", "refuses"),
+        ("{{ raise_exception('Roles are not liked') }}", r"rejects .*\(Roles are not liked\)"),
+        ("{% for m in messages %}{{ m.content.nothing.there }}{% endfor %}", "rejects"),
     ],
 )
 def test_templates_that_cannot_be_used(template, message):
@@ -316,7 +316,7 @@ def test_nothing_leaks_between_packed_conversations(write):
 
 
 def test_the_state_names_the_template(write):
-    """A run cannot go on with its conversations written otherwise."""
+    """A run cannot be resumed if its conversations are written in another format."""
     path = write("talk.jsonl", [talk("a", "b")] * 4)
     tokenizer = byte_tokenizer()
     states = []

@@ -96,7 +96,7 @@ def test_again_on_a_finished_directory(corpus, characters, tmp_path):
     before = tokenizer.calls
     assert prepare(corpus, tokenizer, tmp_path, name="other", settings=settings()) == manifest
     assert tokenizer.calls - before < 40  # looked at, nothing tokenised
-    # A damaged shard and a missing one are made anew, and those alone.
+    # Only the damaged shard and the missing one are made again.
     names = [f"{entry['name']}.tokens" for entry in manifest["shards"]]
     (tmp_path / names[1]).write_bytes(b"\0" * len(first[names[1]]))
     (tmp_path / names[3].replace("tokens", "documents")).unlink()
@@ -256,7 +256,7 @@ def test_long_documents_are_tokenised_in_passages(write, characters, tmp_path):
         ("a.txt", b"", "a.txt: the file is empty"),
         ("a.parquet", b"PAR1 no", "not a readable parquet file"),
         ("a.csv", b"a,b", "documents are read from .* files, not csv"),
-        ("a.html", b"a,b", "cannot tell what kind of data '.html' is"),
+        ("a.html", b"a,b", "unknown kind of data '.html'"),
     ],
 )
 @pytest.mark.parametrize("chunk_bytes", [5, 10**6])

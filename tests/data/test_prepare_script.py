@@ -51,7 +51,7 @@ def test_a_tokenizer_of_other_texts_is_not_taken(write, tmp_path):
     with pytest.raises(DataError, match="tokenizer was trained on .*texts_sha256 changed.*tokens"):
         configured(run_in, **changes)
     assert (run_in / "tokenizer" / "tokenizer.json").read_bytes() == made
-    # Without shards nothing was made with it: it is trained anew, as in a fresh directory.
+    # Without shards nothing was made with it: it is trained again, as in a new directory.
     shutil.rmtree(run_in / "tokens")
     again, fresh = configured(run_in, **changes), configured(tmp_path / "fresh", **changes)
     assert again["tokens"] == fresh["tokens"]

@@ -1,4 +1,4 @@
-"""Several processes: one stream of tokens, however many share it and wherever they go on."""
+"""Several processes share one stream of tokens, for any number of them and any resume point."""
 
 import collections
 import itertools

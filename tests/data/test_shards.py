@@ -216,7 +216,7 @@ def flipped(content):
     return content[:3] + bytes([content[3] ^ 1]) + content[4:]
 
 
-# File of the second shard, what becomes of its bytes, and what is said.
+# File of the second shard, the damage to its bytes, and the error message.
 DAMAGES = {
     "truncated": ("tokens", lambda x: x[:-2], r"8 bytes, .* says 10 \(truncated\); run .*prepare"),
     "emptied": ("tokens", lambda x: b"", "empty; run .*_data.py with the same settings again"),
@@ -282,4 +282,4 @@ def test_refusals(make, characters, bpe, tmp_path):
 def test_another_eos_is_said(make, characters, caplog):
     config = {"task": "tokens", "path": str(make([[[5, 6]]], eos=None))}
     make_pipeline(config, characters(), 2, 4, 0)
-    assert "documents end with eos None, as they were prepared; this run's eos is 2" in caplog.text
+    assert "documents were prepared with eos None; this run's eos is 2" in caplog.text

@@ -191,12 +191,12 @@ BROKEN = [
     ("short.csv", b"a,b\n1,2\n\n3\n", "short.csv, line 4: 1 columns, the header has 2"),
     ("quote.csv", b'a,b\n1,"2\n', "quote.csv, line 2: not CSV"),
     ("index.csv", b",a\n0,1\n", r"index.csv, line 1: the column name '' is empty.*index=False"),
-    ("twice.csv", b"a,b,a\n0,1,2\n", "twice.csv, line 1: the column name 'a' is empty or doubled"),
-    ("cut.tsv", b'a\tb\n"1\n2"\t3\n', "cut.tsv, line 2: 1 columns, .*; quoting is not read in"),
+    ("twice.csv", b"a,b,a\n0,1,2\n", "twice.csv, line 1: the column name 'a' is empty or dupl"),
+    ("cut.tsv", b'a\tb\n"1\n2"\t3\n', "cut.tsv, line 2: 1 columns, .*; quoting is not supported"),
     ("some.tsv", b'a\tb\n"1 ""x"""\t2\n', r"some.tsv, line 2: .* is quoted; quoting is not.*csv"),
     ("all.tsv", b'"a"\t"b"\n"1"\t"2"\n', "all.tsv, line 1: '\"a\"' is quoted"),
     ("blank.tsv", b"\n\r\n", "blank.tsv: a header and no rows"),
-    ("page.html", b"<p>", r"page.html: cannot tell what kind of data '.html' is; known: .txt"),
+    ("page.html", b"<p>", r"page.html: unknown kind of data '.html'; known: .txt"),
 ]
 
 

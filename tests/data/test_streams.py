@@ -1,4 +1,4 @@
-"""prepare_data on streams: packed files, hub data as they come, limits; stopped, it goes on."""
+"""prepare_data on streams: packed files, hub data, limits; an interrupted run is resumed."""
 
 import gzip
 import json

@@ -181,11 +181,11 @@ def without(row, key):
     "name, row, message",
     [
         ("boolq", without(ROWS["boolq"], "passage"), "no field 'passage'; fields seen: question"),
-        ("boolq", ROWS["boolq"] | {"label": -1}, "field 'label' is -1, which is no answer"),
+        ("boolq", ROWS["boolq"] | {"label": -1}, "field 'label' is -1, which is not an answer"),
         ("boolq", ROWS["boolq"] | {"label": None}, "'label' is None.*False or 0, True or 1"),
         ("boolq", ROWS["boolq"] | {"passage": 3}, r"'passage' is int \(3\), expected text"),
         ("cb", without(ROWS["cb"], "label"), "no field 'label'"),
-        ("cb", ROWS["cb"] | {"label": "maybe"}, "'maybe', which is no answer; known: entailment"),
+        ("cb", ROWS["cb"] | {"label": "maybe"}, "'maybe', which is not an answer; known: entail"),
         ("copa", without(ROWS["copa"], "choice2"), "no field 'choice2'"),
         ("multirc", {"idx": 1, "passage": {"text": "t"}}, "no field 'questions'"),
         ("multirc", {"idx": 1, "passage": "t"}, "'passage' is str .*expected an object"),

@@ -94,7 +94,7 @@ def test_what_cannot_be_trained(caplog):
         train_tokenizer(["a"], 258)
     refused("no text to train the tokenizer on", train_tokenizer, ["", " \n"], 300, error=DataError)
     assert len(train_tokenizer(["abc abc"], 5000)) < 270
-    assert "tokens of the 5000 asked for" in caplog.text
+    assert "of 5000 requested tokens" in caplog.text
 
 
 def test_the_sample_is_spread_over_the_corpus(write):

@@ -145,7 +145,7 @@ def test_one_command(root, tmp_path):
     own = {"limit": 2, "max_new_tokens": 4, "bootstrap": 50, "workdir": tmp_path / "out"}
     own |= {"data_root": root, "tasks": ("superglue_rte", "superglue_multirc"), "model": model}
     done = run_script("evaluate", config="configs/answers.py", **own)
-    assert done.code == 0 and "not asked superglue_boolq, superglue_cb" in done.err, done
+    assert done.code == 0 and "missing superglue_boolq, superglue_cb" in done.err, done
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert "superglue" not in results
     row = results["tasks"]["superglue_multirc"]
@@ -168,7 +168,7 @@ def test_going_on_asks_only_what_is_missing(evaluate, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wic", "cb", "multirc", "record"])
 def test_a_resample_is_the_metric_of_whole_questions(root, name):
-    """The metric itself of the drawn questions' rows, each draw a question of its own."""
+    """The metric of the drawn questions' rows; each draw counts as a separate question."""
     ((task, asked),) = check_config(config_for(root, f"superglue_{name}")).read().items()
     gold, groups = [one.reference for one in asked], collections.defaultdict(list)
     said = np.random.default_rng(3).choice(WORDS.get(name, ("True", "False")), len(gold)).tolist()
@@ -206,7 +206,7 @@ def test_intervals(evaluate):
     "message, changes",
     {
         "did you mean 'superglue_rte'": {"tasks": ("superglue_rtee",)},
-        "task 'gsm8k' has no metric here; those that have: .*_cb": {"tasks": ("gsm8k",)},
+        "task 'gsm8k' has no metric; tasks with metrics: .*_cb": {"tasks": ("gsm8k",)},
         "give names": {"tasks": ()},
         "superglue_dpr: no .*dpr": {"tasks": ("superglue_dpr",)},
         "RTE/test.jsonl.*1: no field 'label'": {"tasks": ("superglue_rte",), "split": "test"},

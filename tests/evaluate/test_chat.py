@@ -192,7 +192,7 @@ BAD_ROWS = [
     ("mt_bench", {"question_id": 1, "turns": []}, "'turns' is empty"),
     ("mt_bench", {"question_id": 1, "turns": "a"}, "'turns' is str"),
     ("mt_bench", {"question_id": 1, "turns": [3]}, "'turns' holds int"),
-    ("mt_bench", {"question_id": 7, "turns": ["b"]}, "the id 7 came before"),
+    ("mt_bench", {"question_id": 7, "turns": ["b"]}, "the id 7 is a duplicate"),
     ("wizardlm_testset", {"idx": 7}, "no field 'Instruction'"),
 ]
 

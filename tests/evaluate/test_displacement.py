@@ -165,7 +165,7 @@ def test_checkpoints_of_a_run_give_a_curve(tmp_path):
 
 @quickly
 def test_a_stopped_series_goes_on(tmp_path, capsys):
-    """What was done is read again; its checkpoint need not be there any more."""
+    """Finished measurements are read again; their checkpoints may be deleted."""
     np.save(tmp_path / "ids.npy", np.arange(12).reshape(2, 6))
     for step in (3, 20):
         save_tiny(tmp_path / "run" / f"step_{step}", LLAMA, random_params(LLAMA, seed=step))
@@ -198,7 +198,10 @@ def test_bad_input_is_named(tmp_path):
         ([], "exactly one of --config.text=<file> and --config.jsonl=<file> and --config.token_id"),
         ([f"--config.text={lines}", f"--config.jsonl={lines}"], "exactly one of"),
         ([f"--config.token_ids={tmp_path / 'far.npy'}"], "token id 258 is outside the vocabulary"),
-        ([f"--config.token_ids={tmp_path / 'flat.npy'}"], r"shape (2,): [windows, length >= 2]"),
+        (
+            [f"--config.token_ids={tmp_path / 'flat.npy'}"],
+            r"shape (2,); expected [windows, length >= 2]",
+        ),
         ([f"--config.text={__file__}"], "has no tokenizer"),
         ([f"--config.jsonl={lines}"], "lines.jsonl, line 2: no text in field 'text'"),
         ([f"--config.jsonl={lines}", "--config.text_field=body"], "no field 'body'; fields seen"),

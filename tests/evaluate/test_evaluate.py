@@ -24,7 +24,7 @@ GEMMA2 = tiny_of("gemma2", layers=4)
 
 
 def windows(bos, window, count):
-    """The protocol written anew: ids of bytes; `window` predictions in each row."""
+    """The protocol, written again for this test: ids of bytes; `window` predictions in each row."""
     ids = tiny_models.byte_tokenizer().encode(TEXT, add_special_tokens=False)
     assert len(ids) == len(TEXT.encode())
     rows = []
@@ -106,13 +106,16 @@ BAD_IDS = {
     "text": (lambda path, _: path.write_text("1 2 3"), "plain .npy array"),
     "empty": (lambda path, _: path.write_bytes(b""), "plain .npy array"),
     "nowhere": (lambda *_: None, "ids.npy"),
-    "floats": (lambda path, x: np.save(path, x + 0.0), "float64: integers are needed"),
-    "booleans": (lambda path, x: np.save(path, x > 9), "bool: integers are needed"),
+    "floats": (lambda path, x: np.save(path, x + 0.0), "float64; expected integers"),
+    "booleans": (lambda path, x: np.save(path, x > 9), "bool; expected integers"),
     "too large": (lambda path, x: np.save(path, x + 258), "outside the vocabulary of 258"),
     "negative": (lambda path, x: np.save(path, x - 400), "outside the vocabulary of 258"),
-    "1-D": (lambda path, x: np.save(path, x[0]), "(8,): [windows, length >= 2]"),
-    "one column": (lambda path, x: np.save(path, x[:, :1]), "(2, 1): [windows, length >= 2]"),
-    "no rows": (lambda path, x: np.save(path, x[:0]), "(0, 8): [windows, length >= 2]"),
+    "1-D": (lambda path, x: np.save(path, x[0]), "(8,); expected [windows, length >= 2]"),
+    "one column": (
+        lambda path, x: np.save(path, x[:, :1]),
+        "(2, 1); expected [windows, length >= 2]",
+    ),
+    "no rows": (lambda path, x: np.save(path, x[:0]), "(0, 8); expected [windows, length >= 2]"),
 }
 
 
@@ -212,4 +215,4 @@ def test_labels_in_every_form_of_a_file(tmp_path, capsys):
     for kind in (["positive", "negative"], [1, 0]):
         again = measured("b.jsonl", [kind[name == "high"] for name in names], other)
         assert again["accuracy"] == found[0]["accuracy"]
-    assert "stand for 'negative', 'positive'" in capsys.readouterr().err
+    assert "mean 'negative', 'positive'" in capsys.readouterr().err

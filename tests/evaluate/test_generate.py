@@ -31,7 +31,7 @@ def generator():
 
 
 def greedy_loop(config, params, prompt, count) -> list[int]:
-    """Token by token, the whole row anew each time."""
+    """Generation token by token that computes the whole row each time."""
 
     @jax.jit
     def likeliest(params, row, last):

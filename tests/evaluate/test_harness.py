@@ -1,4 +1,4 @@
-"""Our language model for the harness, beside the harness's own torch model on the same weights."""
+"""Our language model for the harness, compared with its torch model on the same weights."""
 
 import dataclasses
 import io
@@ -124,7 +124,7 @@ def test_special_tokens_end_a_text(lm_eval):
     # A token that is no special one is looked for in the text.
     stop, eos = lm_of()._ends(["a", "ab", "</s>", "</s>b"])
     assert stop == ("a", "ab", "</s>b") and eos == (1,)
-    # Those of the config come beside the request's own.
+    # The stop strings of the config are added to those of the request.
     assert lm_of(stop=("\n[eod]",))._sampling({"until": "a"}).stop == ("a", "\n[eod]")
 
 
@@ -145,7 +145,7 @@ def test_without_any_eos(lm_eval):
 
 
 def test_contexts_without_tokens(tiny):
-    """White space alone goes to the continuation; the bos stands for the context."""
+    """White space belongs to the continuation; an empty context becomes the bos."""
     pairs = [("  ", "b"), ("", "  b"), ("<s>", "  b"), ("\n", " b")]
     found = tiny.loglikelihood([instance(*pair) for pair in pairs])
     assert found[0] == found[1] == found[2] != found[3]

@@ -1,4 +1,4 @@
-"""A real model beside the harness's own torch one: log-likelihoods, texts, and the time of both."""
+"""A real model compared with the harness's torch model: log-likelihoods, texts, and times."""
 
 import json
 import time

@@ -283,7 +283,7 @@ ROW = {"goal": "g", "sol1": "a", "sol2": "b", "label": 0}
         (b'{"goal": ', "line 1: not JSON"),
         ([ROW, {"goal": "g", "sol1": "a", "label": 0}], "line 2: no field 'sol2'; fields seen"),
         ([ROW, ROW | {"sol1": 3}], r"line 2: field 'sol1' is int \(3\), expected text"),
-        ([ROW | {"label": -1}], "line 1: field 'label' is -1, which is no answer"),
+        ([ROW | {"label": -1}], "line 1: field 'label' is -1, which is not an answer"),
     ],
 )
 def test_bad_files(tmp_path, content, message):
@@ -327,18 +327,22 @@ BAD_ROWS = [
     ("arc_easy", {"question": "q", "choices": CHOICE, "answerKey": "B"}, "answerKey='B': choose"),
     ("arc_easy", {"instruction": "What?", "answer": "answer1"}, "is not a question with its"),
     ("winogrande", {"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"}, "no '_'"),
-    ("winogrande", {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""}, "no answer"),
+    (
+        "winogrande",
+        {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""},
+        "not an answer",
+    ),
     ("triviaqa", {"context": "Q", "answer": "a", "aliases": []}, "not of the form"),
     ("triviaqa", {"question": "q", "answer": {"aliases": []}}, "'aliases' is empty"),
     ("nq_open", {"question": "q", "answer": []}, "'answer' is empty"),
     ("minilongbench_qa", {"dataset": "qasper", "gold": ["a"]}, "no field 'origin_prompt'"),
-    ("race", {"article": "a", "problems": "[oops"}, "is no list"),
+    ("race", {"article": "a", "problems": "[oops"}, "is not a list"),
     ("race", {"article": "a", "problems": []}, "one or more problems"),
     ("race", {"article": "a", "problems": [ONE]}, "2 options, expected 4"),
     ("lambada_openai", {"text": "word"}, "no last word to predict"),
     ("swag", {"startphrase": "s", "choices": ["a"] * 5, "answer": 4}, "5 endings, expected 4"),
     ("swag", {"startphrase": "s", "choices": "abcd", "answer": 1}, "choices"),
-    ("hellaswag", {**HELLA, "endings": [], "label": 0}, "'label' is 0, which is no answer"),
+    ("hellaswag", {**HELLA, "endings": [], "label": 0}, "'label' is 0, which is not an answer"),
     (
         "copa",
         {"question": "why", "premise": "p", "choice1": "a", "choice2": "b", "label": 0},
@@ -358,5 +362,5 @@ def test_middle_school_is_no_part_of_race(shared_data, tmp_path):
     assert len(task.eval_docs) == 500
     row = {"example_id": "middle1.txt", "article": "a", "question": "q", "answer": "A"}
     write_rows(tmp_path / "race" / "validation.jsonl", [row])
-    with pytest.raises(DataError, match="race/validation.jsonl: no question in it for this task"):
+    with pytest.raises(DataError, match="race/validation.jsonl: no question for this task"):
         make_task_pack(str(tmp_path), "race")

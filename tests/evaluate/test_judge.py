@@ -224,7 +224,7 @@ def test_nobody_there(server, files, tmp_path, capsys):
     assert (results["judged"], results["failed"], results["score"]) == (0, 6, None)
     said = [error["error"] for error in results["errors"]]
     assert sum("no connection" in error for error in said) >= 3
-    assert "the rest is not asked" in capsys.readouterr().err
+    assert "the rest is skipped" in capsys.readouterr().err
     alone = judged(config_for(server, files, retries=0, give_up_after=0), tmp_path / "all")
     assert all("no connection" in error["error"] for error in alone["errors"])
 
@@ -241,8 +241,8 @@ def test_nobody_there(server, files, tmp_path, capsys):
         ({"answers": ""}, "give --config.answers"),
         ({"answers": "/nowhere.jsonl"}, "nowhere.jsonl: no such file"),
         ({"judge_model": ""}, "give --config.judge_model"),
-        ({"url": ""}, "url='' is no address"),
-        ({"url": "file:///etc/passwd"}, "is no address"),
+        ({"url": ""}, "url='' is not an address"),
+        ({"url": "file:///etc/passwd"}, "is not an address"),
         ({"key_env": "NO_SUCH_VARIABLE"}, "variable NO_SUCH_VARIABLE, which key_env names, is not"),
         ({"workers": 0}, "workers=0"),
         ({"timeout": 0.0}, "timeout=0.0"),
@@ -278,7 +278,7 @@ def test_other_answers_are_judged_anew(server, files, tmp_path):
 
 def test_a_key_that_is_none_is_not_shown(server, files, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-secret\nX-Header: y")
-    with pytest.raises(ValueError, match="characters that no key has") as caught:
+    with pytest.raises(ValueError, match="invalid characters") as caught:
         check_config(config_for(server, files))
     assert "secret" not in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""The analysis of single neurons: equal to the whole model without that neuron."""
+"""The analysis of single neurons equals the model with that neuron zeroed."""
 
 import json
 

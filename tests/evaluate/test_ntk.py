@@ -113,7 +113,7 @@ def test_leaves_whose_gradients_are_others_are_refused(method, name, leaf):
     ffn = ffn_of(model)
     ffn = {**ffn, name: ffn[name] | {leaf: np.zeros((3, 2))}}
     x = jnp.zeros((1, 2, model.config.d_model))
-    with pytest.raises(ValueError, match=f"ffn/{name}/{leaf} is not understood: fold the model"):
+    with pytest.raises(ValueError, match=f"ffn/{name}/{leaf} is not supported: fold the model"):
         ntk.tangent_kernels(model.config, ffn, x, x)
 
 
@@ -176,7 +176,7 @@ def test_the_analysis(reader, tmp_path):
     for name in ("output_error", "block_error"):  # the same function before any training
         assert errors["merged"][name] == pytest.approx(errors["fusion"][name], rel=1e-4)
     assert errors["merged"]["ntk_error"] != pytest.approx(errors["fusion"]["ntk_error"], rel=1e-2)
-    # What the block that says nothing lacks: the outputs themselves, but for the bias.
+    # The error of the block with zero output is the outputs themselves, except for the bias.
     model = load_model(reader["model"])
     texts = [("a film of charm",), ("tedious",), ("no wit, no heart",), ("warm and wise",)]
     ids, types, _ = encode_texts(model.tokenizer, texts, Form(True, 1, 64))

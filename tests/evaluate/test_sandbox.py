@@ -232,8 +232,8 @@ def test_limits_are_positive(name, value):
     refused(f"{name}={value} must be a positive", Limits, **{name: value})
 
 
-# Run as root in a mount namespace of its own: shows Python to everyone, becomes nobody, goes on.
-# A virtual environment may lie where only root looks: its interpreter goes by its own name.
+# Runs as root in a separate mount namespace: makes Python readable, becomes nobody, continues.
+# A virtual environment may be readable only for root: its interpreter is called by its real path.
 BECOME_NOBODY = """
 import os, sys
 from pathlib import Path

@@ -95,8 +95,8 @@ def test_one_program_for_any_requests():
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (([], [1]), "request 1: context and continuation need a token"),
-        (([1], []), "request 1: context and continuation need a token"),
+        (([], [1]), "request 1: context and continuation need at least one"),
+        (([1], []), "request 1: context and continuation need at least one"),
         (([1], [258]), "request 1: token id 258 is outside the vocabulary of 258"),
         (([-1], [2]), "request 1: token id -1 is outside"),
         (([1] * 128, [2]), None),

@@ -99,7 +99,7 @@ def test_foreign_code_tasks_are_refused(stock, model, tmp_path):
     """The harness would run the model's programs in this process, without a sandbox."""
     task_file(tmp_path, "coding", 2, unsafe_code=True)
     config = config_of("harness", model="x", tasks=("few", "coding"), allow_code_execution=True)
-    refused("coding runs programs .* without a sandbox", evaluated, config, model)
+    refused("coding runs generated programs, without a sandbox", evaluated, config, model)
 
 
 # Of the harness, unmarked: sympy's parse_expr, an eval, reads what the model wrote in a box.
@@ -158,7 +158,7 @@ def test_no_grader_that_nobody_read_sees_what_a_model_wrote(
 
 
 def test_graders_that_were_read_grade(stock, model, tmp_path, monkeypatch, lm_eval):
-    """GSM8K has no code of its own; MATH's was read, and is known by its digest."""
+    """GSM8K has no grading code; MATH's was reviewed, and is recognised by its digest."""
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
     answers = ["#### 2", "is $2$"]
@@ -178,7 +178,7 @@ def test_read_graders_are_those_of_the_harness_here(lm_eval):
     files = {hashlib.sha256(path.read_bytes()).hexdigest(): path.read_text() for path in paths}
     for digest in graders.READ.values():
         assert not re.search(r"lm_eval\.tasks|sympy|subprocess|\b(eval|exec|open)\(", files[digest])
-    # A task that is a class of its own may do anything.
+    # A task with its own class may run any code.
     assert re.match("is graded by .*task_tools.py", graders.running(OwnTask()))
 
 
@@ -282,7 +282,7 @@ def test_a_missing_sandbox_is_told_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "PROOF", "assert 0, 'a hole'")
     sandbox.failure.cache_clear()
     try:
-        refused("mbpp runs programs .*lock them in.*install bubblewr", check_config, config)
+        refused("mbpp runs generated programs.*install bubblewr", check_config, config)
         config.tasks = ("piqa",)
         check_config(config)
     finally:

@@ -1,4 +1,4 @@
-"""Tiny checkpoints: written, changed, refused."""
+"""Helpers that write and change tiny checkpoints, and check that they are rejected."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def edit(directory, change):
 
 
 def refused(path, *words, read=read_pretrained, **options):
-    """`read` refuses `path` in one line that names it and has the words."""
+    """Checks that `read` rejects `path` in one line with its name and the given words."""
     with pytest.raises(CheckpointError) as caught:
         read(path, **options)
     message = str(caught.value)

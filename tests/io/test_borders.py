@@ -157,7 +157,7 @@ PROBLEMS = [
 @pytest.mark.parametrize("kind", ["Bert", "GPT2"])
 @pytest.mark.parametrize(("problem", "names"), PROBLEMS)
 def test_every_problem_type_is_answered_and_exported(tmp_path, torch, kind, problem, names):
-    """Texts and pairs, in the ids and token types of their own tokenizer; named as they are."""
+    """Texts and pairs use the ids and token types of the file's tokenizer, and its label names."""
     labels = {"id2label": dict(enumerate(names)), "label2id": {x: i for i, x in enumerate(names)}}
     directory = torch_classifier(torch, tmp_path / "m", kind, problem_type=problem, **labels)
     want, model = scores(directory), load_model(directory)

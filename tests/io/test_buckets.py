@@ -1,6 +1,6 @@
-"""What is written to and read from buckets, where nothing can be moved.
+"""Reading and writing in buckets, where files cannot be renamed.
 
-No bucket is at hand: local directories stand in for one, told apart by the rule alone.
+No bucket is available: local directories replace it, and only the rule for paths differs.
 """
 
 import fsspec
@@ -25,7 +25,7 @@ def test_a_model_goes_there_and_back(tmp_path, monkeypatch):
     params = random_params(LLAMA)
     bucket = tmp_path / "bucket"
     monkeypatch.setattr(export, "is_bucket", lambda path: True)
-    for _ in range(2):  # over what is there
+    for _ in range(2):  # the second time over existing files
         export.save_pretrained(
             LLAMA, params, bucket / "model", tokenizer=byte_tokenizer(), overwrite=True
         )

@@ -129,7 +129,7 @@ def card_of(directory, base="smollm2"):
 
 
 def test_the_head_and_the_lines_that_load_it(tmp_path, monkeypatch, capsys, torch):
-    """The hub shows what it is for and from what it was made; what stands there runs."""
+    """The card names the task and the base model for the hub, and its code runs."""
     made = save_tiny(tmp_path / "made")
     head, lines = card_of(made)
     known = {"library_name": "transformers", "license": "apache-2.0"}

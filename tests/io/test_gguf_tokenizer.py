@@ -323,8 +323,8 @@ def test_save_and_load_again(tmp_path):
         ({"tokens": [1, 2]}, "tokens is no list of str"),
         ({"tokens": []}, "token_type has"),
         ({"token_type": 3.5}, "token_type is no list of int"),
-        ({"merges": ["ab"]}, "no tokenizer can be made"),
-        ({"merges": ["a nowhere"]}, "no tokenizer can be made"),
+        ({"merges": ["ab"]}, "do not form a tokenizer"),
+        ({"merges": ["a nowhere"]}, "do not form a tokenizer"),
         ({"merges": [["a", "b"]]}, "merges is no list of str"),
         ({"pre": 5}, "pre=5 is no str"),
         ({"model": ["gpt2"]}, "model=.'gpt2'. is no str"),
@@ -345,7 +345,7 @@ def test_an_alignment_that_no_file_has(tmp_path, alignment):
     name = b"general.alignment"
     header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(name)) + name
     (tmp_path / "x.gguf").write_bytes(header + struct.pack("<II", 4, alignment) + bytes(64))
-    with pytest.raises(CheckpointError, match=f"general.alignment={alignment}, a power of two"):
+    with pytest.raises(CheckpointError, match=f"general.alignment={alignment}: expected a power"):
         open_gguf(tmp_path / "x.gguf")
 
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: exact values, resumed without repeats; events beside it."""
+"""metrics.jsonl: exact values, resuming without repeats, and TensorBoard's events."""
 
 import json
 import subprocess
@@ -59,7 +59,7 @@ def test_events_are_written(tmp_path):
 
 
 def test_in_a_bucket_the_file_is_written_whole(tmp_path, monkeypatch):
-    """Nothing can be appended to an object: lines are held, and written anew all together."""
+    """An object in a bucket cannot be appended to: lines are kept and all written again."""
     monkeypatch.setattr(module, "is_bucket", lambda path: True)
     with MetricsWriter(tmp_path) as metrics:
         metrics.write(1, {"loss": 1.5})
@@ -123,7 +123,7 @@ def test_wandb_is_told_what_the_file_is(tmp_path, monkeypatch):
     assert runs[1] == [{"step": 2, "train/loss": 1.5}] and [run.code for run in runs] == [0, 1]
     assert {run.options["id"] for run in runs} == {name} and runs[1].options["resume"] == "allow"
     assert runs[0].options["config"] == {"steps": 7}
-    write_and_resume(tmp_path)  # begun anew: another run
+    write_and_resume(tmp_path)  # started again: another run
     assert runs[2].options["id"] != name
     with pytest.raises(ValueError, match="wandb='refused': no API key; run `wandb login`, or set"):
         MetricsWriter(tmp_path, wandb="refused")

@@ -63,7 +63,7 @@ def test_links_to_files_are_followed_and_no_file_is_left_open(tmp_path):
 
 
 REFUSED = {
-    '{"a": 1, "b": {"c": 2, "c": 3}}': "the name 'c' stands twice",
+    '{"a": 1, "b": {"c": 2, "c": 3}}': "the name 'c' is twice",
     '{"a": NaN}': "NaN is no number of JSON",
     '{"a": -Infinity}': "-Infinity is no number",
     '{"a": 1e999}': "1e999 is beyond every number",

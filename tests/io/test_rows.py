@@ -28,7 +28,7 @@ NAMES = [
 
 
 def listed(what: str) -> bool:
-    """Whether the page has the name, by itself or behind the reading or the loss it is of."""
+    """Whether the page has the name, alone or after the name of its measurement or loss."""
     what = what.removesuffix("/median")
     return any(name.fullmatch(part) for name in NAMES for part in (what, what.rpartition("/")[2]))
 
@@ -183,7 +183,7 @@ def test_the_archives_that_are_kept(path):
     ("line", "words"),
     [
         ('{"what": "nll"}', "'value'"),
-        ("[1]", "no row"),
+        ("[1]", "not a row"),
         ("{", "Expecting"),
         ('{"what": "nll", "value": "low"}', "'value' is no float: None"),
         ('{"what": "nll", "value": 1, "layer": 1.5}', "'layer' is no int"),

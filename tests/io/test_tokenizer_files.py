@@ -49,7 +49,7 @@ CONFIG = [  # of tokenizer_config.json
 OTHERS = [
     ("special_tokens_map.json", '{"chat_template": "x"}', "a special token named 'chat_template'"),
     ("special_tokens_map.json", "[" * 100_000, "not JSON"),
-    ("added_tokens.json", '{"a": 1, "a": 2}', "the name 'a' stands twice"),
+    ("added_tokens.json", '{"a": 1, "a": 2}', "the name 'a' is twice"),
     ("tokenizer_config.json", "7", "it holds a int"),
     ("tokenizer_config.json", "\xff", "is no text"),
     ("tokenizer.json", "[]", "cannot be read"),
@@ -120,7 +120,7 @@ def test_one_process_is_kept_and_knows_no_jax(directory):
 def test_a_good_tokenizer_costs_little_more(directory):
     """The trial of a new process, where transformers is imported too, adds half a second at most.
 
-    (It takes 0.1 s beside an import of 2; the bound is for a busy machine.)
+    (It takes 0.1 s after an import of 2 s; the limit is for a busy machine.)
     """
     code = (
         "import sys, time; from ffn_heterogeneity.io import tokenizer_files as t; "

@@ -170,7 +170,7 @@ def test_a_damaged_file_is_one_line(tmp_path, name, content, message):
 
 
 def test_no_link_is_followed_in_writing(tmp_path):
-    """A file outside stays as it is, whoever left a link to it in the directory."""
+    """A file outside does not change if the directory has a link to it."""
     (tmp_path / "mine").write_text("mine")
     run = tmp_path / "run"
     run.mkdir()

@@ -165,7 +165,7 @@ def test_another_mesh_or_a_profile_is_the_same_run(files, finished):
         ({"stages": ("prune", "mend")}, "stage 'mend': the config needs a group 'mend'"),
         ({"stages": ()}, "stages is empty"),
         ({"stages": ("prune", "prune")}, "two stages are named 'prune'"),
-        ({"seeds": (0, 0)}, r"seeds=\(0, 0\): different integers"),
+        ({"seeds": (0, 0)}, r"seeds=\(0, 0\): expected different integers"),
         ({"seeds": (0.5, 1)}, "different integers"),
     ],
 )

@@ -23,7 +23,7 @@ SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel's content, built from a copy: building leaves files beside the sources."""
+    """The wheel's content, built from a copy, because a build leaves files next to the sources."""
     root = tmp_path_factory.mktemp("wheel")
     copy = root / "source"
     subprocess.run(["git", "clone", "-q", REPOSITORY, copy], check=True)

@@ -12,7 +12,7 @@ import ffn_heterogeneity as fh
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 # Below "# page", lines of "what the error names | call ;; call"; "works": the calls return; "no": a
 # gap, they raise anything. Pages are the libraries' quick starts and first guides, where `fh` is
-# the library or the class, and a function of ours stands for a model's method.
+# the library or the class, and a function of ours replaces a model's method.
 CALLS = """
 # transformers README
 fh.generate | fh.pipeline(task="text-generation", model=path) ;; fh.pipeline(model=path)(text)

@@ -28,7 +28,7 @@ TIMES = ("seconds", "tokens_per_second", "compile_seconds")
 
 @pytest.fixture(scope="module")
 def spec(files, tmp_path_factory):
-    """A config file of small runs, with sweeps of its own."""
+    """A config file of small runs that defines sweeps."""
     path = tmp_path_factory.mktemp("configs") / "small.py"
     path.write_text(f"""
 import runpy
@@ -173,7 +173,7 @@ def test_an_interrupted_sweep_goes_on(spec, alphas, tmp_path, monkeypatch):
 
 
 def test_what_a_point_lacks_is_said_before_the_first_runs(spec, tmp_path):
-    """Of all points at once, and the work directory is free for the mended sweep."""
+    """Errors of all points are reported at once; the corrected sweep can use the directory."""
     flags = [f"--config={spec}", f"--workdir={tmp_path / 'run'}"]
     for sweep, message in (
         ("broken", "error: point 'bad', 'worse': nowhere.txt: no such file"),

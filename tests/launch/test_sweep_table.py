@@ -96,7 +96,7 @@ def test_every_row_of_table_4_on_a_tiny_model(files, tmp_path):
     before = window_nll._cache_size()
     done = run_script("sweep", *table_flags(files, "criteria", tmp_path))
     assert done.code == 0, done.err
-    assert window_nll._cache_size() - before <= 2, "the whole model's program, and the smaller's"
+    assert window_nll._cache_size() - before <= 2, "one program for each of two model shapes"
     found = results_in(tmp_path)
     rows = {row: one["perplexity"] for row, one in found.items()}
     assert len(rows) == 12 and all(np.isfinite(list(rows.values())))
@@ -150,7 +150,7 @@ def test_attacks_in_memory_are_those_of_the_script(files, tmp_path):
 
 
 def test_trained_models_are_attacked_with_their_adapters_folded_in(files, tmp_path):
-    """As the folded model is: a surgery alone refuses adapters."""
+    """A sweep removes from the folded model; a surgery outside of a sweep rejects adapters."""
     base = load_model(str(files[0]))
     model, _ = SURGERIES["dora"](base, {"rank": 2, "alpha": 4.0, "targets": "ffn/"})
     params = jax.tree_util.tree_map_with_path(
@@ -162,7 +162,7 @@ def test_trained_models_are_attacked_with_their_adapters_folded_in(files, tmp_pa
         save_pretrained(model.config, params, place, tokenizer=model.tokenizer, structure="keep")
     own = {"text": files[1], "window": 16, "max_windows": 2, "workdir": tmp_path / "sweep"}
     own |= {"config": "configs/attack_table.py"}
-    for pattern in ("*1", "*"):  # with more models the same sweep goes on
+    for pattern in ("*1", "*"):  # with more models the same sweep continues
         own["models"] = (f"{tmp_path}/lora/{pattern}/model",)
         done = run_script("sweep", "--sweep=trained", **own)
         assert done.code == 0, done.err
@@ -242,7 +242,7 @@ def test_bad_points_stop_the_sweep_before_it_begins(files, tmp_path):
     for flag, message in (
         ("--config.text=", f"error: point {ALL}: give exactly one of --config.text"),
         ("--config.criterion=size", f"point {PRUNED}: unknown criterion 'size'"),
-        ("--config.criterion=mean_state", f"point {PRUNED}: criterion 'mean_state' looks at calib"),
+        ("--config.criterion=mean_state", f"point {PRUNED}: criterion 'mean_state' needs calib"),
         ("--config.ratio=2.0", f"point {PRUNED}: ratio=2.0 must be a number in"),
         ("--config.streaming=True", f"point {ALL}: streaming=True is for"),
         ("--config.model=runs/nowhere/model", f"point {ALL}: model 'runs/nowhere/model' is not a"),
@@ -296,7 +296,7 @@ def test_jobs_that_still_run_are_waited_for(tmp_path):
     arguments = (subprocess.check_call, jobs, tmp_path / "jobs", "cluster=local")
     assert not slurm.run_jobs(*arguments) and (tmp_path / "go").exists()
     assert (tmp_path / "log").read_text() == "ran\n"
-    assert not slurm.run_jobs(*arguments), "and now that it has ended, anew"
+    assert not slurm.run_jobs(*arguments), "and after it ended, again"
     assert (tmp_path / "log").read_text() == "ran\nran\n"
 
 

@@ -1,4 +1,4 @@
-"""JREG: the penalty against its formula, inside the scan and outside, beside other terms."""
+"""JREG: the penalty against its formula, inside the scan and outside, with other terms."""
 
 import dataclasses
 import functools
@@ -151,7 +151,7 @@ def test_in_the_scan_as_from_stacked_states(final_norm):
 
 
 def with_dora(params):
-    """DoRA beside the FFN's kernels, B not 0."""
+    """Parameters with DoRA on the FFN's kernels, and B not 0."""
     model = Model(SMALL, params, None, "tiny")
     settings = {"rank": 2, "alpha": 2.0, "targets": "ffn/"}
     leaves, rng = flatten(SURGERIES["dora"](model, settings)[0].params), np.random.default_rng(5)

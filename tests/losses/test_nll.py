@@ -123,7 +123,7 @@ def test_bfloat16_kernel_gradient_accumulates_in_float32():
     assert gradient(kernel, 256).dtype == jnp.bfloat16
     # 256 additions in bfloat16 would cost several times as much as one.
     assert errors[1] < 1.2 * errors[0] < 0.01
-    # A float32 master beside bfloat16 states gets its gradient back in float32.
+    # A float32 master with bfloat16 states gets its gradient in float32.
     master = gradient(kernel.astype(jnp.float32), 16)
     assert master.dtype == jnp.float32 and relative(master, exact) < 0.005
 

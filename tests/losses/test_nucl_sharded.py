@@ -62,7 +62,7 @@ def test_hostile_rows_have_the_values_and_gradients_of_the_one_pass_form(variant
         for i, name in enumerate(rows):
             value = float(form[0][i])
             tolerance = 2e-5 if name == "nearly uniform" else 5e-6
-            rounding = 1e-6 if name == "one weight" else 1e-9  # beside an exact 0: of 1 - q, log Z
+            rounding = 1e-6 if name == "one weight" else 1e-9  # for an exact 0: of 1 - q, log Z
             assert abs(value - exact[i]) <= tolerance * abs(exact[i]) + rounding, name
             assert np.isfinite(gradient[i]).all(), name
             if name.startswith("nearly"):

@@ -133,7 +133,7 @@ def test_chosen_layers_only(stacked):
 
 
 def masked(params):
-    """The tree with a mask beside every down kernel that removes a third of the weights."""
+    """The tree with a mask on every down kernel that removes a third of the weights."""
     rng, leaves = np.random.default_rng(0), flatten(params)
     for path in [path for path in leaves if path.endswith("ffn/down/kernel")]:
         mask = (rng.random(leaves[path].shape) < 0.7).astype(np.float32)

@@ -247,7 +247,7 @@ def test_zeros_and_what_cannot_be_quantised():
 
 
 def test_an_adapter_drops_its_own_input_alone(leaves):
-    """y - x K is, per row, s (x / (1 - p) on what is kept) A B; nothing without the stream."""
+    """y - x K is, per row, s (x / (1 - p) on kept inputs) A B; no dropout without the stream."""
     tree = floats({k: v for k, v in leaves.items() if k != "dora_m"})
     x = np.random.default_rng(1).normal(size=(64, IN)).astype(np.float32)
     linear = Linear(OUT, options=RunOptions(adapter_dropout=0.5))

@@ -274,7 +274,7 @@ def test_blocked_attention_refuses_what_it_would_get_wrong(compiled):
         refused(blocked, q, k, v, mask, match="not known to hide them: use attention='plain'")
         refused(layer, x, tables, mask, match="not known to hide them: use attention='plain'")
     few = attention_mask(positions[:, 297:], positions, None)
-    refused(blocked, q[:, 297:], k, v, few, match="3 queries on 300 keys: use attention='plain'")
+    refused(blocked, q[:, 297:], k, v, few, match="3 queries and 300 keys: use attention='plain'")
     out, weights = plain_attention(q, k, v, Mask(everything), scale=0.3)
     assert (weights > 0).all() and weights.shape == (2, 2, 2, 300, 300)
     expected = oracle_of_everything(q, k, v, 0.3)
@@ -307,7 +307,7 @@ def test_kernel_choice_is_static_and_says_no_clearly():
         assert with_kernel(options, config, length, in_order).attention == expected
     for name, config, length, message in (
         ("cudnn", capped, 256, "no soft-cap"),
-        ("splash", CONFIG, 300, "multiple of 128 places long, not 300"),
+        ("splash", CONFIG, 300, "length a multiple of 128, got 300"),
         ("flash", CONFIG, 256, "flash"),
     ):
         with pytest.raises(ValueError, match=message):

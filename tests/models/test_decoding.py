@@ -74,7 +74,7 @@ def test_decoding_equals_the_whole_row(name):
     lengths, new = [5, 2, 7], 6
     width = max(lengths)
     rows = [rng.integers(0, 29, n + new) for n in lengths]
-    # What stands in the padding must not matter: the ids there are real ones.
+    # The ids in the padding must not matter: here they are real tokens.
     prompts = rng.integers(0, 29, (3, width)).astype(np.int32)
     for row, ids, n in zip(prompts, rows, lengths, strict=True):
         row[width - n :] = ids[:n]

@@ -113,7 +113,7 @@ def test_what_a_file_may_not_hold(torch, tmp_path):
 @pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_configs_that_are_refused(family):
     for changes, words in (
-        ({"position_embedding_type": "relative_key"}, "'relative_key': absolute positions alone"),
+        ({"position_embedding_type": "relative_key"}, "'relative_key': only absolute is supported"),
         ({"is_decoder": True}, "is_decoder=true: "),
         ({"add_cross_attention": True}, "add_cross_attention=true: "),
     ):

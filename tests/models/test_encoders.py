@@ -57,7 +57,7 @@ def encoder(request, torch, tmp_path):
 
 
 def padded_batch(config, side: str) -> dict:
-    """Rows of 15, 9 and 4 tokens in 15 places, the second half of each a sentence of its own."""
+    """Rows of 15, 9 and 4 tokens in 15 places; the second half of each is a second sentence."""
     rng, width = np.random.default_rng(3), 15
     batch = {name: np.zeros((3, width), np.int32) for name in ("tokens", "segment_ids")}
     batch["token_types"] = np.zeros((3, width), np.int32)
@@ -75,7 +75,7 @@ def run_torch(torch, model, batch):
     """Torch's outputs, with positions that count from each row's first token."""
     real = torch.tensor(batch["segment_ids"])
     arguments = {"position_ids": (real.cumsum(1) - 1).clamp(0)}
-    if "Roberta" in type(model).__name__:  # which counts by itself
+    if "Roberta" in type(model).__name__:  # which counts positions itself
         arguments = {}
     return model(
         torch.tensor(batch["tokens"]).long(),
@@ -245,7 +245,7 @@ def test_neurons_are_removed_and_nucl_is_computed():
     assert np.isfinite(value.total) and value.total != 0
 
 
-# ---- what is refused
+# ---- rejected files and configs
 
 
 def test_what_needs_a_language_model_says_so():
@@ -284,7 +284,7 @@ def test_splash_is_neither_chosen_nor_given():
         ({"lm_head": True}, "layer 0: causal=False sees the next word"),
         ({"positions": "sinusoidal"}, "positions='sinusoidal': choose one of"),
         ({"first_position": -1}, "first_position=-1 must be an integer from 0 on"),
-        ({"parallel_residual": True}, "norm_placement='post' goes with neither parallel_residual"),
+        ({"parallel_residual": True}, "norm_placement='post' works with neither parallel_residual"),
         ({"layers": (LayerConfig(4),)}, "with positions='learned': give None"),
     ],
 )

@@ -59,7 +59,7 @@ def test_what_is_declared_is_what_a_fresh_model_has():
     assert up.shape == (L, E, D, M) and all_differ(up)
     sizes = {path: leaf.size for path, leaf in flatten(params).items()}
     assert count_parameters(SPARSE)["total"] == sum(sizes.values())
-    with pytest.raises(ValueError, match="experts=4: no forward pass"):
+    with pytest.raises(ValueError, match="experts=4: experts are not supported"):
         causal_lm.forward(SPARSE, params, {"tokens": np.zeros((1, 3), np.int32)})
     mixed = dataclasses.replace(LLAMA, layers=(*LLAMA.layers[:2], *SPARSE.layers[2:]))
     refused("layer 0: experts=0", sparse, error=ConfigError, experts=0)
@@ -153,7 +153,7 @@ def test_every_expert_loses_neurons_of_its_own_at_random(plan):
 
 
 def test_codes_and_factors_do_not_hide_the_experts():
-    """NF4's codes and low-rank factors have ranks of their own: E is the config's."""
+    """NF4's codes and low-rank factors have other ranks: E is read from the config."""
     config, tree = sparse(WIDE, experts=3), tree_of(sparse(WIDE, experts=3))
     for layer in tree["layers"]:
         kernel = layer["ffn"]["up"].pop("kernel")
@@ -168,6 +168,6 @@ def test_codes_and_factors_do_not_hide_the_experts():
         own = [leaves[leaf] for place, leaves in places.items() if place.name == f"ffn/{name}"]
         assert len(own) == 3 * L and all(x.ndim == 2 for x in own)
     refused("fold the model first", list, ffn_blocks(config, tree))
-    with pytest.raises(LeafError, match="nf4_.*stands for neurons that would go"):
+    with pytest.raises(LeafError, match="nf4_.*depends on neurons to be removed"):
         codes = jax.tree.map(np.asarray, jax.vmap(nf4.quantise)(jnp.ones((3, 128, 64))))
         take_neurons(config, WHOLE, {"down": codes}, np.arange(4))

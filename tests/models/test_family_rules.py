@@ -1,4 +1,4 @@
-"""How families name, cut and reorder tensors, and what they refuse."""
+"""How families name, split and reorder tensors, and what they reject."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""GPT-2: rows padded on the left and generation against torch, its files, what is refused."""
+"""GPT-2: rows padded on the left and generation against torch, its files, rejected configs."""
 
 import jax
 import numpy as np
@@ -51,7 +51,7 @@ def test_padded_rows_and_greedy_tokens_are_torchs_up_to_the_last_position(torch,
 
 
 def test_files_without_the_prefix_and_with_the_buffers_of_old_ones_are_read(tmp_path, capfd):
-    """Files as GPT2Model and the hub have them; a head beside the tied embedding is a copy."""
+    """Files of GPT2Model and of the hub; a head in addition to the tied embedding is a copy."""
     save_pretrained(TINY, PARAMS, tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     before = load_file(path)
@@ -66,8 +66,11 @@ def test_files_without_the_prefix_and_with_the_buffers_of_old_ones_are_read(tmp_
 
 
 REFUSED = {
-    "scale_attn_weights": (False, "scale_attn_weights=False: gpt2 is read with True alone"),
-    "scale_attn_by_inverse_layer_idx": (True, "inverse_layer_idx=True: gpt2 is read with False"),
+    "scale_attn_weights": (False, "scale_attn_weights=False: gpt2 is supported only with True"),
+    "scale_attn_by_inverse_layer_idx": (
+        True,
+        "inverse_layer_idx=True: gpt2 is supported only with F",
+    ),
     "add_cross_attention": (True, "add_cross_attention=True: "),
     "n_inner": (0, "intermediate_size=0 is not a positive whole number"),
 }

@@ -193,7 +193,7 @@ def test_no_half_precision_is_written_into_a_stack_of_layers_on_a_cpu():
 
 
 def test_auto_is_what_the_machine_multiplies_fast(monkeypatch, tmp_path):
-    """AMX by the kernel's own word, where XLA may use it; one that says nothing has none."""
+    """AMX if the Linux kernel reports it and XLA may use it; without a report there is none."""
     monkeypatch.delenv("XLA_FLAGS")
     (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx2 amx_bf16 amx_tile\n")
     for file, expected in (("cpuinfo", "bfloat16"), ("nothing", "float32")):

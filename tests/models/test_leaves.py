@@ -48,7 +48,7 @@ def config_of(family: str) -> ModelConfig:
 
 
 def beside(model: Model, put) -> Model:
-    """The model with `put(kernel's leaves)` in the place of the leaves of every `Linear`."""
+    """The model with `put(kernel's leaves)` instead of the leaves of every `Linear`."""
     tree = unstack(model.params)
     every = linears(model.config, tree)
     new = {place: put(place.path, leaves) for place, leaves in every}

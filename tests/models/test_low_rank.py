@@ -1,4 +1,4 @@
-"""An adapter of the test's own that stands for a kernel by two factors: what a step makes of it."""
+"""Training with an adapter of this test that replaces a kernel by two factors."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def factors(fan_in=SIZE, fan_out=SIZE, rank=RANK):
 
 
 def beside(leaves, name):
-    """The leaves of LoRA, DoRA over it, or a mask beside the factors."""
+    """The leaves of LoRA, of DoRA over it, or of a mask, in addition to the factors."""
     shape = jax.eval_shape(effective_kernel, leaves)
     if name == "mask":
         return leaves | {"mask": np.ones(shape.shape, np.float32)}

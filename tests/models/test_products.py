@@ -116,7 +116,7 @@ def test_a_script_follows_its_config(tmp_path, given, word):
 
 @pytest.mark.parametrize("dtype, word", [("auto", None), ("float32", "float32")])
 def test_a_planned_stage_follows_its_own_config(tmp_path, monkeypatch, dtype, word):
-    """Not that of its job, which names no dtype: a TPU's compiler refuses float32's word there."""
+    """Not the precision of its job, which has no dtype: a TPU's compiler rejects float32 there."""
     seen, command = [], COMMANDS["train"]
     looking = dataclasses.replace(command, run=lambda *given: seen.append(said()) or {})
     monkeypatch.setitem(COMMANDS, "train", looking)

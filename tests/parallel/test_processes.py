@@ -1,4 +1,4 @@
-"""Real processes, joined by jax.distributed on this machine, beside one."""
+"""Real processes, joined by jax.distributed on this machine, compared with one process."""
 
 import os
 import re

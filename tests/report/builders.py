@@ -33,7 +33,7 @@ def write_run(path, config, results=None, rows=()):
 
 
 def score(value, metric="acc", *, n=100, shots=0):
-    """One task's results; the interval is a tenth to either side."""
+    """One task's results; the interval is the metric +- 0.1."""
     ends = {f"{metric}_low": value - 0.1, f"{metric}_high": value + 0.1}
     return {"n": n, "shots": shots, metric: value, **ends}
 

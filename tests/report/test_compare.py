@@ -226,7 +226,7 @@ def test_damaged_files_are_named(tmp_path, file, content, words):
 
 def test_what_is_no_run_is_said(tmp_path):
     path = make(tmp_path / "runs" / "a")
-    with pytest.raises(ValueError, match="none is no directory of runs"):
+    with pytest.raises(ValueError, match="none is neither a directory nor an archive of runs"):
         read_runs([str(tmp_path / "none")])
     with pytest.raises(ValueError, match="is a file"):
         write([path], tmp_path / "runs" / "a" / "config.json")
@@ -245,7 +245,7 @@ def test_a_sweep_is_its_runs(two, tmp_path):
         archive.add(sweep, "sweep")
     inside, outside = (numbers(read_runs([tmp_path / x])) for x in ("sweep.tar.xz", "sweep"))
     assert outside == inside and outside[0] == ["", "a", "b", "difference", "ratio"]
-    # Its own files are no run, nor are those of a job of stages; a file beside it is none either.
+    # The sweep's own files are no run, nor are those of a job of stages, nor a separate file.
     make(sweep, results={"a": {"nll": 1.0}}, config={"stages": ["a", "b"]})
     assert numbers(read_runs([sweep])) == outside
     (tmp_path / "note.txt").write_text("note")

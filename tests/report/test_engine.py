@@ -78,7 +78,7 @@ def test_gains_are_relative_and_have_their_z(report, tmp_path):
 
 
 def test_models_of_one_name_do_not_mix(report, tmp_path):
-    """Every model that a run writes lies in a directory called "model"."""
+    """Every model that a run writes is in a directory called "model"."""
     names = ("runs/a/model", "runs/b/model", "x/a/model")
     runs = [removal(tmp_path / str(i), 10.0 * (i + 1), model=name) for i, name in enumerate(names)]
     runs.append(removal(tmp_path / "r", 99.0, model="runs/b/model", revision="step5"))

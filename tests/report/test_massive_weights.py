@@ -88,11 +88,12 @@ def test_a_share_has_the_interval_of_its_test():
     assert found.mean == pytest.approx((base - own).mean() / (base - 0.5).mean())
     for r in (found.low, found.high):
         assert ttest_1samp(base - own - r * (base - 0.5), 0).pvalue == pytest.approx(0.05)
-    # One seed of twenty gains: every draw is 0 or more, and still it is not told from 0.
+    # One seed of twenty gains: every draw is 0 or more, but it is not significantly different from
+    # 0.
     gain = np.eye(20)[0]
     some = share(dict(enumerate(base - gain)), dict(enumerate(base)), {None: 0.5})
     assert some.low < 0 < some.mean < some.high
-    # Chance in the goal alone; a goal that is not told from the base.
+    # Randomness only in the goal; a goal that is not significantly different from the base.
     lost = share({None: 3.0}, {None: 1.0}, dict(enumerate(base)))
     interval = student(base - 1)
     assert (lost.low, lost.high) == pytest.approx((2 / interval.high, 2 / interval.low))

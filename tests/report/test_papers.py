@@ -178,7 +178,7 @@ def test_what_is_drawn_has_its_function(name):
 
 
 def test_a_report_of_ones_own(tmp_path):
-    """The two files of the how-to, with its command, over the removals at hand."""
+    """The two files of the how-to, with its command, on the stored removals."""
     page = (REPOSITORY / "docs/howto/report.md").read_text()
     for kind, end in (("python", "py"), ("json", "json")):
         (tmp_path / f"removals.{end}").write_text(re.search(rf"```{kind}\n(.*?)```", page, re.S)[1])

@@ -84,12 +84,12 @@ def test_a_stage_has_the_groups_of_all_stages(tmp_path, stages, ratio):
 
 
 def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="no directory of runs"):
+    with pytest.raises(ValueError, match="neither a directory nor an archive of runs"):
         fh.results(tmp_path / "nothing")
     with pytest.raises(ValueError, match="holds no run"):
         fh.results(tmp_path)
     (tmp_path / "bad.tar.xz").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match=r"bad.tar.xz is no archive"):
+    with pytest.raises(ValueError, match=r"bad.tar.xz is not a readable archive"):
         fh.results(tmp_path / "bad.tar.xz")
     (tmp_path / "results.json").write_text("[1, 2]")
     with pytest.raises(ValueError, match="malformed: it holds a list"):

@@ -134,7 +134,7 @@ class Tokenizer(PreTrainedTokenizer):
 
 @pytest.mark.parametrize("vocabulary", ["vocab.txt", "tokenizer.json"])
 def test_code_in_a_directory_never_runs(vocabulary, tmp_path):
-    """Whoever types "y" where transformers would ask: another process, so that it may ask."""
+    """A user types "y" where transformers would ask; a separate process, so that it can ask."""
     directory, marker = save_tiny(tmp_path / "model"), tmp_path / "marker"
     (directory / "foreign.py").write_text(FOREIGN.format(marker=str(marker)))
     if vocabulary == "vocab.txt":

@@ -46,7 +46,7 @@ def test_help_shows_an_example_the_flags_and_the_config(name):
 
 
 def test_help_of_a_config_of_ones_own(tmp_path, monkeypatch):
-    """The file of docs/howto/your-own.md: comments of its own keys are shown beside ours."""
+    """The file of docs/howto/your-own.md: comments of its keys are shown together with ours."""
     page = (REPOSITORY / "docs" / "howto" / "your-own.md").read_text()
     (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
     monkeypatch.setitem(TERMS, "l1", None)  # which the file sets, and is then gone
@@ -114,7 +114,7 @@ def test_a_workdir_belongs_to_one_run(model, tmp_path):
     flags = [f"--config.model={model}", f"--workdir={tmp_path / 'run'}"]
     bad = run_script("compress", *flags, "--config.ratio=1.5")
     assert "ratio=1.5 must be a number in [0, 1)" in bad.error
-    assert run_script("compress", *flags).code == 0, "the mended command has the same directory"
+    assert run_script("compress", *flags).code == 0, "the corrected command can use the directory"
     assert run_script("compress", *flags).code == 0, "and may be repeated"
     before = sorted((tmp_path / "run").rglob("*"))
     error = run_script("compress", *flags, "--config.ratio=0.5").error
@@ -165,7 +165,7 @@ def test_from_a_pruned_model_to_its_perplexity(model, text, tmp_path):
 
 
 def test_train_from_the_command_line(model, text, tmp_path):
-    """Tuples and nested keys by flag; the same command again only reads; another is refused."""
+    """Tuples and nested keys by flag; the same command again only reads; another is rejected."""
     workdir = tmp_path / "run"
     own = TRAIN | {"losses.nucl.variant": "ent", "optimizer.name": "sgd", "dropout": 0}
     own |= {"data.path": text, "losses.nucl.targets": ("ffn_out", "attention_out")}

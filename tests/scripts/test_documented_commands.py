@@ -57,7 +57,7 @@ SMALL = [
 ELSEWHERE = {
     r"paper=removals\.py": "its two files stand on the page (tests/report/test_papers.py)",
     r"^hf |push=": "an account on the hub (tests/io/test_card.py)",
-    r"^git ": "the clone that this test stands for",
+    r"^git ": "the clone that this test replaces",
     r"^make": "this is make's own work",
     r"^pip install": "an environment of its own (tests/launch/test_console.py builds the wheel)",
     r"^source |^export |-m venv": "settings of a shell",

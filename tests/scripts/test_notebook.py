@@ -35,7 +35,7 @@ def test_no_output_of_anybodys_run_is_in_it():
 def outputs(model, folder, monkeypatch):
     """The outputs of all cells, run on a model file; jax was imported by one process alone.
 
-    A second one would be refused by a TPU that the kernel holds.
+    A second process would get no TPU, because the kernel uses it.
     """
     import nbclient
     import nbformat
@@ -48,7 +48,7 @@ def outputs(model, folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{watch}:{REPOSITORY}")
     monkeypatch.setenv("FFN_MODELS", str(folder / ".cache/models"))
     monkeypatch.setenv("FFN_SOURCE", str(REPOSITORY))
-    # Noted as checked: it stands in for another file.
+    # Marked as checked, because it replaces another file.
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     with monkeypatch.context() as patch:
         patch.setattr(fetch, "digest", lambda path: fetch.SOURCES["smollm2"].sha256)
@@ -62,7 +62,7 @@ def outputs(model, folder, monkeypatch):
 
 
 def test_every_step_runs_in_one_process(tmp_path, monkeypatch):
-    """A tiny model stands in for SmolLM2."""
+    """A tiny model replaces SmolLM2."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     tokenizer, config = byte_tokenizer(), dataclasses.replace(WIDE, max_position=512)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

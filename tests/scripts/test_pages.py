@@ -2,7 +2,7 @@
 
 A number of three and more digits in a table of docs/findings stands as it is written in what its
 page may quote: the committed tables of docs/results, what the paper prints, and the paper's report,
-drawn anew from the archives in docs/results/runs. Of a share a table may write the percentage.
+computed again from the archives in docs/results/runs. Of a share a table may write the percentage.
 Sentences may round, and quote what is a step away: a perplexity of an NLL, a difference of runs.
 """
 

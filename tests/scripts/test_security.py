@@ -1,4 +1,4 @@
-"""SECURITY.md line by line: every promise has tests that try to break it, by name."""
+"""SECURITY.md: every promise has tests, listed by name, that try to break it."""
 
 import re
 
@@ -6,7 +6,7 @@ from tiny_models import REPOSITORY
 
 # A promise's first words -> (file, test) of tests/.
 PROMISES = {
-    "No code of a model's directory": [
+    "No code in a model's directory": [
         ("scripts/test_bad_models", "test_code_in_a_directory_never_runs"),
         ("scripts/test_bad_models", "test_a_damaged_directory"),
     ],
@@ -21,7 +21,7 @@ PROMISES = {
         ("evaluate/test_sandbox", "test_nothing_runs_unless_allowed"),
         ("evaluate/test_sandbox", "test_nothing_runs_where_namespaces_are_forbidden"),
     ],
-    "Of lm-evaluation-harness's own": [
+    "Tasks of lm-evaluation-harness grade": [
         ("evaluate/test_tasks", "test_no_grader_that_nobody_read_sees_what_a_model_wrote")
     ],
     "A call of a judge's endpoint": [
@@ -37,19 +37,19 @@ PROMISES = {
         ("io/test_fetch", "test_the_real_models_are_those_that_are_pinned"),
         ("io/test_fetch", "test_what_is_there_is_checked_once_in_each_state"),
     ],
-    "Files are read where": [
+    "Files are read only if": [
         ("io/test_read", "test_what_is_no_file_of_text"),
         ("io/test_read", "test_what_is_no_json"),
         ("data/test_prepare", "test_a_document_longer_than_memory_streams_and_ends_at_the_limit"),
         ("data/test_prepare", "test_a_line_without_end_is_refused_by_its_number"),
     ],
-    "Reports read runs as hostile": [
+    "Reports treat runs as hostile": [
         ("test_hostile_cases", "test_reports"),
         ("io/test_doors", "test_archives_end_in_one_line"),
         ("io/test_doors", "test_links_between_folders_do_not_loop"),
     ],
     "No column of a data set": [("io/test_doors", "test_pictures_are_not_opened")],
-    "Not bounded": [],
+    "No limit": [],
     "Config files": [("scripts/test_hostile_commands", "test_one_line")],
 }
 

@@ -1,4 +1,4 @@
-"""Mistyped config keys: each is refused, and the key that was meant is named."""
+"""Mistyped config keys: each is rejected, and the error suggests the right key."""
 
 import re
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def test_what_is_near_nothing_gets_no_suggestion():
 
 
 def test_stages_take_the_keys_of_the_files_they_start_from():
-    """With their types and references; what those files have not is refused as before."""
+    """With their types and references; keys that those files do not have are still rejected."""
     config = config_of("prune_recover", "model,text")
     before = flatten_config(config.to_dict())
     set_here = {"recover.checkpoint.at_end": True, "recover.revision": None, "prune.protect": ""}

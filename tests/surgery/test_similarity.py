@@ -39,7 +39,7 @@ def vectors_of(ffn: dict) -> np.ndarray:
 
 
 def brute_force(ffn: dict, count: int) -> list[tuple[int, int]]:
-    """The first minimum of s[i, j], computed anew at each step."""
+    """The first minimum of s[i, j], computed again at each step."""
     e, w = vectors_of(ffn), ffn["down"]["kernel"].astype(np.float64)
     if "neuron_scale" in ffn:
         w = w * ffn["neuron_scale"].astype(np.float64)[:, None]

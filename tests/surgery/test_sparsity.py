@@ -147,7 +147,7 @@ def test_the_losses_are_their_formulas():
 
 
 def test_open_gates_are_the_kernel_of_that_rank():
-    """Gates in the place of a kernel, and of factors that are there, whose rank stays."""
+    """Gates replace a kernel; existing factors keep their rank."""
     few, _ = SURGERIES["fuse"](model_of(), {"method": "svd", "ratio": 0.5})
     for model in (model_of(), few):
         opened, _ = SURGERIES["gates"](model, {"start": 30.0})

@@ -54,7 +54,7 @@ def test_state_ridge_is_its_formula():
 
 
 def test_what_is_loud_on_bos_says_little_there():
-    """Neurons of 1,000 times their rms on bos, three rows of it: the unit is a tenth of that, and
+    """Neurons of 1,000 times their rms on bos, three rows of it: the unit is 10% of that, and
     the others' parts hardly change. Without it bos would get 30 times as much."""
     fitted, held, kept, gone, w, h, _ = problem()
     rms, loud = np.sqrt((h[:, kept] ** 2).mean(0)), np.arange(len(kept)) < 2

@@ -1,4 +1,4 @@
-"""Calibration on the model's own text, and compensation by the states that are kept."""
+"""Calibration on self-generated text, and compensation by the states of kept neurons."""
 
 import dataclasses
 import functools
@@ -183,7 +183,7 @@ def errors_of(model, tokens, *others):
     return [np.linalg.norm(other - whole) for other in others]
 
 
-# ---- the model's own text
+# ---- self-generated text
 
 
 def test_own_text_begins_with_bos_and_has_as_many_tokens_as_asked(monkeypatch):
@@ -244,7 +244,7 @@ def test_own_text_is_kept_and_read_again(tmp_path):
 
 @pytest.mark.parametrize("criterion", ["optipfair", "wanda_sp", "flap", "entropy"])
 def test_removal_without_data(criterion):
-    """On the model's own text; what is compensated is nearer to the whole model on that text."""
+    """On self-generated text, the compensated model is closer to the dense model."""
     model = model_of()
     asked = {"criterion": criterion, "ratio": 0.25, "calibration": "own", "seed": 1}
     asked |= {"calibration_tokens": 1024}

@@ -130,7 +130,7 @@ def flat(tree) -> list[np.ndarray]:
 
 
 def test_what_others_left_out_or_added(tmp_path, model):
-    """A head beside tied embeddings and rotary tables go, as when the model is loaded."""
+    """A head in addition to tied embeddings, and rotary tables, are dropped, as in loading."""
     from safetensors.numpy import load_file, save_file
 
     source = tmp_path / "model"
@@ -240,7 +240,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def killed(*flags):
-    """scripts/compress.py in a process of its own, killed half-way."""
+    """scripts/compress.py in a separate process, killed half-way."""
     script = str(REPOSITORY / "scripts/compress.py")
     command = [sys.executable, "-c", PROGRAM, script, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -309,7 +309,7 @@ def test_the_benchmark_measures_and_cleans_up(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
     assert figures["ratio"] == figures["process_seconds"][0] / figures["copy_seconds"][0]
     assert 0 < figures["streaming_seconds"][0] < figures["process_seconds"][0]
-    # Python with numpy and jax, and nothing beside them.
+    # Only Python with numpy and jax.
     assert 20 < figures["peak_anonymous_mb"][0] < 300
     assert "process / copy" in capsys.readouterr().out
     json.dumps(figures)

@@ -50,7 +50,7 @@ def test_the_blocks_of_a_plain_model(stacked):
 
 
 def test_the_linears_of_experts():
-    """Kernels are matrices, whoever owns them; what is written back is what was there."""
+    """Kernels of layers and of experts are matrices; writing them back gives the same tree."""
     tree = with_experts()
     places = dict(linears(sparse(), tree))
     assert all(leaves["kernel"].ndim == 2 for leaves in places.values())

@@ -1,4 +1,4 @@
-"""A small run to be killed: `python kill_toy.py <workdir> <steps>` trains, or goes on, to its end.
+"""A small run to be killed: `python kill_toy.py <workdir> <steps>` trains or resumes, to its end.
 
 It saves after every second step and evaluates after every third. The learning rate turns its sign,
 so that the best checkpoint is at times the latest and at times an old one. Before it touches the

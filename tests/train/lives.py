@@ -46,7 +46,7 @@ class Life:
         return self.process.returncode, output
 
     def wait_for(self, changes, look):
-        """Waits until what `look()` gives has changed so many times, or the process has ended."""
+        """Waits until the result of `look()` changed that many times, or the process ended."""
         seen = look()
         while changes and self.process.poll() is None:
             now = look()
@@ -88,7 +88,7 @@ class Launch(Life):
         self.process = born(command, cache)
 
     def wait_for_halves(self, number):
-        """The moment at which so many files or directories were begun under a temporary name."""
+        """Waits until that many files or directories were created under a temporary name."""
         seen = set()
 
         def begun():

@@ -1,7 +1,7 @@
 """A task from outside the package, and a process that trains on it: `outside_task.py <files>
 <workdir> <distributed> [stop]`. What `register` adds is all that the package is told.
 
-Rows of 4 to 32 tokens with a score and one of three kinds, in batch leaves of their own; batches of
+Rows of 4 to 32 tokens with a score and one of three kinds, in new batch leaves; batches of
 16 or 32 tokens, drawn by the seed and the step; a head with a pooler; Spearman's rank correlation
 over each of two held-out sets, on the host. A refresh scales the embedding while training, and lets
 it be otherwise. `stop`: kills itself after that many steps.
@@ -32,7 +32,7 @@ KINDS, LENGTHS = 3, (16, 32)
 
 
 def rows_of(count: int, seed: int) -> list[tuple]:
-    """(tokens, score, kind): the share of high tokens, and the third that the first lies in."""
+    """(tokens, score, kind): the share of high tokens, and the third of the first token."""
     rng, rows = np.random.default_rng(seed), []
     for length in rng.integers(4, 33, count):
         tokens = rng.integers(2, 258, length)

@@ -1,4 +1,4 @@
-"""Training beside kernels: LoRA alone moves, layers are frozen by name, structure survives."""
+"""Training of adapters: only LoRA changes, layers are frozen by name, structure is kept."""
 
 import dataclasses
 import functools

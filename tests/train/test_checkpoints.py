@@ -1,4 +1,4 @@
-"""Run checkpoints: round trip, what is kept, every kind of damage refused by name, full disks."""
+"""Run checkpoints: round trip, kept steps, rejection of every kind of damage, full disks."""
 
 import json
 import random
@@ -69,7 +69,7 @@ def test_saving_a_step_twice_keeps_the_first(tmp_path):
 
 def test_the_best_is_told_by_the_checkpoints_themselves(tmp_path):
     checkpoints = filled(tmp_path, [1, 2, 3], best=(2,), keep=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]  # and no file beside
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]  # and no other file
     assert checkpoints.best_step == Checkpoints(tmp_path).best_step == 2
     checkpoints.save(3, make_state(3), {}, best=True)  # found out after it was saved
     assert checkpoints.best_step == 3
@@ -151,7 +151,7 @@ def test_damage_to_any_file_is_refused(tmp_path, kind):
         message, name = str(error.value), str(victim.relative_to(tmp_path / "2"))
         assert f"{tmp_path / '2'} is damaged" in message
         assert f"last good checkpoint is {tmp_path / '1'}" in message
-        # A flipped bit of the manifest may speak of another file; it is refused all the same.
+        # A flipped bit may make the manifest name another file; it is rejected in any case.
         assert name in message or (kind == "flipped" and name == MANIFEST)
         names.add(name)
         victim.write_bytes(content)

@@ -9,9 +9,9 @@ Bytes a layer adds to the temporaries of the gradient are its saved activations 
     dots               x + q + k + v + a + s + out + gate + up (+ down, where a norm follows it)
 
 x = out = down = [B, T, D], q = a = [B, T, H h], k = v = [B, T, K h], gate = up = [B, T, M], and
-s = [B, T, H] twice, what attention's backward pass keeps beside its output. With G the bytes of a
+s = [B, T, H] twice, kept by attention's backward pass besides its output. With G the bytes of a
 layer's parameters, its gradients are G more. The whole step holds A, G and NUCL's own gradient of
-the kernels it reads, and later, when A is gone, up to 4 G: gradients, updates (`update_norm` reads
+the kernels it reads, and later, when A is freed, up to 4 G: gradients, updates (`update_norm` reads
 them) and the two moments, which XLA for the CPU copies before it overwrites them.
 """
 
@@ -69,7 +69,7 @@ def abstract_batch(*leading: int) -> dict:
 
 
 def lower_step(family: str, depth: int, remat: str = "dots", nucl: bool = True):
-    """A function of its own each time, so that nothing of an earlier one can be found again."""
+    """A new function each time, so that nothing cached for an earlier one is used."""
     config = model_of(family, depth)
     params = causal_lm.abstract_params(config)
     mask = dict.fromkeys(flatten(params), True)

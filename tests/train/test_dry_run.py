@@ -208,7 +208,7 @@ def test_a_tpu_slice_is_compiled_for_without_a_tpu(tmp_path, libtpu):
     changes = {"dry_run": "v5e:2x2", "batch_size": 4, "seq_len": 128, "mesh.tensor": 2}
     found = planned(tmp_path, save_tiny(tmp_path / "tiny"), **changes)
     assert {kind for kind, *_ in found["compiled"]["collectives"]} & {"all-gather", "all-reduce"}
-    with pytest.raises(ValueError, match="dry_run='v5e:3x5': libtpu refuses it"):
+    with pytest.raises(ValueError, match="dry_run='v5e:3x5': libtpu rejects it"):
         planned(tmp_path, "gemma2_2b", dry_run="v5e:3x5")
 
 

@@ -73,6 +73,6 @@ def test_a_package_or_a_login_that_is_missing(tmp_path, monkeypatch):
             assert name in refused(tmp_path, config, ModuleNotFoundError)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    assert "wandb='mine': no login is known; run `wandb login`" in refused(tmp_path, config)
+    assert "wandb='mine': no login found; run `wandb login`" in refused(tmp_path, config)
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert NOWHERE in refused(tmp_path, config), "what comes next is the model"

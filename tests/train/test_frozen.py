@@ -79,7 +79,7 @@ def new_bytes(*args) -> int:
 @pytest.mark.parametrize(
     "args",
     [
-        # Not bfloat16: XLA for the CPU multiplies in float32, and widens the table ahead of a loop.
+        # Not bfloat16: XLA for the CPU multiplies in float32, and converts the table before a loop.
         ("adamw", ONLY_DOWN, 1, jnp.float32),
         pytest.param(("sgd", ONLY_DOWN, 1, jnp.float32), marks=pytest.mark.slow),
         pytest.param(("adamw", ONLY_DOWN, 2, jnp.float32), marks=pytest.mark.slow),

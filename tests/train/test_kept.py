@@ -47,13 +47,13 @@ def whole(flags, tmp_path_factory):
 def test_a_run_says_what_it_needs(whole):
     said = whole[1]
     for words in (
-        r"[\d,]+ parameters, computed in float32: 0.00 GiB train.*; 32 tokens a step, 192 in all",
+        r"[\d,]+ parameters, computed in float32: 0.00 GiB .*; 32 tokens per step, 192 in total",
         r"compiled in [\d.]+ s; a step \(remat=dots\) needs 0.00 of [\d.]+ GiB of memory",
         # Of the four steps after the compiled one three count; the fifth is followed by one more.
-        r"s a step, [\d,]+ tokens/s: 1 more take about 0:00:01 beside eval",
+        r"s per step, [\d,]+ tokens/s: 1 more take about 0:00:01 without eval",
     ):
         assert re.search(words, said), words
-    assert said.index("compiled in") < said.index("step 0: validation") < said.index(" s a step,")
+    assert said.index("compiled in") < said.index("step 0: validation") < said.index(" s per step,")
 
 
 def full(*_, **__):
@@ -99,7 +99,7 @@ def test_the_last_line_goes_on(flags, whole, tmp_path, trouble):
     with pytest.MonkeyPatch.context() as patch:
         broken(trouble, workdir, patch)
         said = run_script("train", *flags, f"--workdir={workdir}").error
-    what, _, command = said.partition("; to go on: ")
+    what, _, command = said.partition("; to resume: ")
     reasons = {"save": "checkpoints/4 could.*File too large", "mount": "No such.*metrics.jsonl"}
     reasons |= {"metrics": "File too large.*metrics.jsonl"}
     assert re.search(reasons.get(trouble, "No space left.*the disk's file"), what)
@@ -182,7 +182,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(flags, tmp_path
     parts = int(found[1])
     assert parts * int(found[2]) == 16 and needs[parts] <= room
     assert all(size > room for n, size in needs.items() if n < parts)
-    assert not (tmp_path / "run").exists(), "the mended command may have the directory"
+    assert not (tmp_path / "run").exists(), "the corrected command can use the directory"
     monkeypatch.setattr(fit, "memory_of", lambda devices: 1)
     said = run_script("train", *flags, f"--workdir={tmp_path / 'run'}").error
     assert "training needs 0.00 of 0.00 GiB of memory (0.00 GiB trainable parameters" in said

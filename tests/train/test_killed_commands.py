@@ -98,7 +98,7 @@ def test_forty_commands_killed(folder, tmp_path):
         for number in range(KILLS):
             kind, found = "start" if number % 4 == 0 else "save", None
             while found is None:
-                if (workdir / "results.json").exists():  # it ended before its kill: anew
+                if (workdir / "results.json").exists():  # it ended before its kill: start again
                     shutil.rmtree(workdir)
                 life = Launch(workdir, flags, folder / "compiled", script)
                 found = kill(life, kind, chance, most)

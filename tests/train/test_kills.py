@@ -48,7 +48,7 @@ def cache(tmp_path_factory):
 
 
 def drill(directory, cache, steps, kills, seed):
-    """Kills a run so many times and compares its end; returns how many kills fell inside a save."""
+    """Kills a run `kills` times and compares its end; returns the number of kills in saves."""
     (directory / "plain").mkdir(), (directory / "killed").mkdir()
     reference = Life(directory / "plain", steps, cache)
     reference.go()
@@ -131,7 +131,7 @@ def moments(chance, startup):
 
 @pytest.mark.slow
 def test_forty_launches_killed(tmp_path, cache):
-    """At start-up, while compiling, in steps, saves and the export: each relaunch goes on."""
+    """Kills at start-up, in compilation, steps, saves and the export: each relaunch resumes."""
     model, text = save_tiny(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text(TEXT)
     own = {"data__passage_chars": 400, "data__validation_fraction": 0.2, "tensorboard": False}
@@ -217,7 +217,7 @@ def test_a_terminal_that_closes(tmp_path, cache):
 
 
 def test_a_terminal_that_is_gone_before_its_signal(tmp_path):
-    """Writing to it is an error (EIO) already: the run goes on to hear the signal, and saves."""
+    """Writes to it fail (EIO), but the program continues, so a run can save at the signal."""
     program = (
         "import os, sys\nfrom ffn_heterogeneity.train.console import Progress\n"
         "outer, inner = os.openpty()\nos.dup2(inner, 1), os.dup2(inner, 2), os.close(inner)\n"

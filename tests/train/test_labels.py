@@ -55,7 +55,7 @@ def test_a_run_from_rows_to_predictions(files, tmp_path, capsys, model, pooling)
     """Trained, exported, loaded: what the file's rows are given is what validation measured."""
     config = config_for(files, model, pooling=pooling, data__test_path=str(files / "test.jsonl"))
     results = training.run(config, tmp_path / "run")
-    assert "nothing was learnt" not in capsys.readouterr().err
+    assert "nothing was learned" not in capsys.readouterr().err
     assert results["steps"] == 30 and results["rows"] == {"train": 60, "validation": 21, "test": 9}
     best = max(row["validation/accuracy"] for row in results["history"])
     assert best > 0.85 and results["best"]["value"] == best and results["test/accuracy"] > 0.6
@@ -94,7 +94,7 @@ def test_a_run_that_learns_nothing_says_so(files, tmp_path, capsys):
     results = training.run(config_for(files, **more), tmp_path / "same")
     assert results["constant_loss"] == pytest.approx(np.log(3))
     said = capsys.readouterr().err
-    assert "nothing was learnt: the loss is 1." in said and "1.099 of one answer" in said
+    assert "nothing was learned: final loss 1." in said and "prediction has 1.099" in said
     values = np.array([1.0, 2.0, 4.0])
     assert constant_loss(get_task("stsb"), values) == pytest.approx(((values - 7 / 3) ** 2).mean())
 
@@ -179,7 +179,7 @@ def test_lambda_learns_at_its_own_rate(files, tmp_path):
 
 
 def test_a_rate_of_its_own_is_part_of_the_program(files):
-    """It is compiled in as a factor of the run's rate, which by itself is free."""
+    """It is compiled in as a factor of the run's rate; the rate itself is an argument."""
     keys = {}
     for own in (None, 0.0, 1e-2):
         for rate in (1e-5, 1e-4):

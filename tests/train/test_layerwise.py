@@ -41,7 +41,7 @@ def files(tmp_path_factory):
 
 
 def taught_model(files, family, method="fusion"):
-    """(the whole model, the compressed one beside its teacher)."""
+    """(the dense model, the compressed model with its teacher)."""
     whole = fh.load_model(files / family)
     few, _ = SURGERIES["fuse"](whole, {"method": method, "ratio": 0.5, "layers": "1-2"})
     taught, report = SURGERIES["teacher"](few, {"model": str(files / family)})
@@ -175,7 +175,7 @@ def leaves_of(model):
 
 
 def test_tuning_moves_the_taught_blocks_alone(files, tmp_path):
-    """Compressed, tuned, fine-tuned: the teacher is the whole model, and is never exported."""
+    """Compressed, tuned, fine-tuned: the teacher is the dense model, and is never exported."""
     (few, tuned, final), folders = fused(files, tmp_path, "fusion,tuned")
     results = json.loads((folders[1] / "results.json").read_text())
     first, last = (results[end]["validation/layerwise"] for end in ("first", "final"))

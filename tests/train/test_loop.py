@@ -230,7 +230,7 @@ def test_a_full_disk_stops_with_the_way_out_and_resumes(whole, tmp_path, capsys,
     if full == "checkpoint":
         loop._save, error = save, f"{tmp_path}/checkpoints/8 could not be .*: File too.*points/5"
     else:
-        loop._report, error = report, f"File too large; put that right.*{log}"
+        loop._report, error = report, f"File too large; fix the cause.*{log}"
     refused(error, loop.run, error=(CheckpointError, OSError))
     assert "to resume: " in capsys.readouterr().err
     again = make_loop(tmp_path, checkpoint_every=5).run()
@@ -327,7 +327,7 @@ def test_data_that_ends_early_is_an_error_and_saved(tmp_path):
 
 
 def test_the_best_checkpoint_is_kept(tmp_path):
-    """The rate makes the loss rise after step 4: that step stays, beside the last."""
+    """The learning rate makes the loss rise after step 4: that step and the last are kept."""
 
     def hyper(step):
         rate = 0.05 if step < 4 else -0.05

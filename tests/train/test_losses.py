@@ -196,7 +196,7 @@ def test_a_learnt_weight_a_layer_reaches_the_probe_and_its_gradient_comes_back()
 
 def test_a_probe_of_examples_has_no_average():
     probe = Probe("pooled", lambda seen, batch, extra: seen.block_output[:, -1], kind="example")
-    refused("'pooled' gives a row an example", probe_term, TermContext("x"), probe)
+    refused("'pooled' returns one row per example", probe_term, TermContext("x"), probe)
 
     def with_probe(*given, probes, **options):
         return causal_lm.forward(*given, probes=(probe,))

@@ -87,7 +87,7 @@ def test_the_head_is_kept_the_refresh_never_stored_and_what_is_not_read_stays(fi
     before, after = load_model(files / "model"), load_model(alone / "model")
     assert after.config.head == HeadConfig.of("pooled", {"outputs": 4})
     assert dataclasses.replace(after.config, head=None) == before.config
-    # Adam moves by the rate a step at most; the noise, of a tenth, is proportional.
+    # Adam changes a weight by at most the rate per step; the noise, 10%, is proportional.
     table = before.params["embed"]["embedding"]
     moved = after.params["embed"]["embedding"] - table
     assert 0 < np.abs(moved).max() <= 6 * 3e-3 * 1.05
@@ -96,7 +96,7 @@ def test_the_head_is_kept_the_refresh_never_stored_and_what_is_not_read_stays(fi
     assert added == {"task_head/pooler/kernel", "task_head/out/kernel"}
     assert (after.params["head"]["kernel"] == before.params["head"]["kernel"]).all()
     said = (alone / "said.txt").read_text()
-    assert "scores does not read 'head/kernel': they stay as they are" in said
+    assert "scores does not read 'head/kernel': they stay unchanged" in said
     results = json.loads((alone / "results.json").read_text())
     assert results["parameters"] - results["trainable_parameters"] == 16 * 258
 
@@ -209,7 +209,7 @@ def test_attacked_and_folded_with_its_head(alone, tmp_path):
     heads = (model.params["task_head"]["out"]["kernel"] for model in (attacked, whole))
     assert np.array_equal(*heads)
     assert np.abs(predicted(attacked, rows) - predicted(whole, rows)).max() > 1e-4
-    # LoRA and the head trained, then folded: the plain weights, and the head beside them.
+    # LoRA and the head trained, then folded: the plain weights, and the head with them.
     config = outside_task.config_for(alone / "model", steps=1, export__form="padded")
     with config.unlocked():
         config.prepare, config.lora, config.train_only = ("lora",), {"rank": 2}, ("lora_", "head/")

@@ -121,14 +121,14 @@ def test_a_run_is_planned_once(files, tmp_path, made, parts, dtype, capsys):
 
 
 def test_a_file_of_another_dtype_than_its_header_said(files, tmp_path, made, capsys, monkeypatch):
-    """The way out of a slip of ours: the run goes on with what was read, and says so."""
+    """If a file's dtypes differ from its header, the run is planned again, and reports it."""
     shapes, _ = load_shapes(files[0])
     wrong = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes.params)
     wrong = dataclasses.replace(shapes, params=wrong), ""
     monkeypatch.setattr("ffn_heterogeneity.train.source.load_shapes", lambda *_, **__: wrong)
     training.run(config_for(*files, steps=1), tmp_path / "run")
     assert len(made) == 2
-    assert "planned again: embed/embedding is not as its header said" in capsys.readouterr().err
+    assert "planned again: embed/embedding differs from its header" in capsys.readouterr().err
 
 
 def test_only_weights_tell_where_fusion_goes(files, tmp_path, made, capsys):

@@ -1,4 +1,4 @@
-"""Runs that begin with a surgery of another shape, or with a teacher beside the model: planned,
+"""Runs that begin with a surgery that changes shapes, or with a teacher: planned,
 trained, stopped, resumed, exported."""
 
 import dataclasses
@@ -76,7 +76,7 @@ def test_another_shape_from_a_surgery(files, tmp_path, monkeypatch, widths):
     stopped_and_resumed(config, tmp_path, monkeypatch, together)
 
 
-# ---- a teacher beside the model
+# ---- a teacher next to the model
 
 
 def teach(model, settings, data=None, key=None):

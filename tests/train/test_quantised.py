@@ -68,8 +68,8 @@ def test_a_quantised_base_does_not_train_by_itself(trained, tmp_path):
     settings = small_run(run.parent / "text.txt", steps=1)
     config = config_of("nucl_finetune", f"{run.parent / 'tiny'},text,nf4", **settings)
     for freeze, only, words in (
-        ((), (), "/nf4_codes: the base is quantised, its kernels"),
-        (("embed/",), (), "/nf4_codes: the base is quantised, its kernels"),
+        ((), (), "/nf4_codes: the base is quantized, its kernels"),
+        (("embed/",), (), "/nf4_codes: the base is quantized, its kernels"),
         ((), ("nf4_codes",), "nf4_codes.* decides nothing"),
     ):
         config.freeze, config.train_only = freeze, only

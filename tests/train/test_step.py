@@ -235,7 +235,7 @@ def test_refresh_reads_the_tree_but_is_not_stored():
 
 
 def test_a_refresh_draws_once_an_optimiser_step(monkeypatch):
-    """Anew each step, the same in all its micro-batches; as a config's `refresh` names it."""
+    """A refresh draws at each step, with the same result in all micro-batches of the step."""
 
     def toy(params, step, key, values, train):
         scale = params["final_norm"]["scale"]

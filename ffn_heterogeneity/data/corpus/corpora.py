@@ -1,15 +1,15 @@
-"""A corpus cut into chunks: which bytes or rows belong to a shard is a function of the input alone.
+"""Division of a corpus into chunks, which depends only on the input.
 
-Files are taken in order and cut into pieces of about `chunk_bytes`; small files share a chunk. A
-chunk becomes one shard, whoever makes it, so any number of processes makes the same shards.
+Files are taken in order and cut into pieces of about `chunk_bytes`; small files share a chunk. Each
+chunk becomes one shard, so any number of processes makes the same shards.
 
     kind      a document is                               a file is cut
-    text      the file; or what `separator` sets apart    at separators only
+    text      the file; or text between `separator`s      at separators only
     jsonl     field `text_field` of a line                at ends of lines
     parquet   `text_field` of a row                       between row groups
     hub       `text_field` of a row                       every HUB_ROWS rows
 
-Text and JSONL may be packed (.gz). `documents` reads the chunks.
+Text and JSONL files may be compressed (.gz). `documents` reads the chunks.
 """
 
 import collections
@@ -39,14 +39,14 @@ HUB_ROWS = 10_000
 
 
 def find_inputs(spec: str | Sequence[str]) -> list[tuple[str, str]]:
-    """(path, kind) of what is to be read, in order.
+    """Return (path, kind) of all inputs, in order.
 
     Args:
-      spec: files, directories (all their files, which must be of one kind; hidden ones are left
-        out), globs and hub names `name[:config]`; in one string, commas stand between them.
+      spec: files, directories (all their files except hidden ones, which must be of one kind),
+        globs and hub names `name[:config]`; separated by commas in one string.
 
     Raises:
-      DataError: nothing there, an unknown kind, several kinds in a directory, or a file twice.
+      DataError: no input, an unknown kind, several kinds in a directory, or a duplicate file.
     """
     names = spec.split(",") if isinstance(spec, str) else list(spec)
     if not names or not all(name.strip() for name in names):
@@ -62,15 +62,15 @@ def find_inputs(spec: str | Sequence[str]) -> list[tuple[str, str]]:
 
 
 def plan_chunks(inputs: Sequence[tuple[str, str]], layout: Layout) -> list[Chunk]:
-    """Pieces of every input, then chunks of consecutive ones up to `chunk_bytes`.
+    """Cut every input into pieces, and join consecutive ones to chunks of up to `chunk_bytes`.
 
     Raises:
-      DataError: a file that is empty or cannot be read, a parquet file without the field.
+      DataError: an empty or unreadable file, or a parquet file without the field.
     """
     check_numbers(layout, DataError, chunk_bytes="[1, inf)")
     chunks: list[Chunk] = []
     held: list[Piece] = []
-    size = 0  # of what is held
+    size = 0  # of the current chunk
     for path, kind in inputs:
         for piece in _pieces(path, kind, layout):
             if held and size + piece.size > layout.chunk_bytes:
@@ -82,7 +82,7 @@ def plan_chunks(inputs: Sequence[tuple[str, str]], layout: Layout) -> list[Chunk
 
 
 def fingerprint(path: str, kind: str, layout: Layout) -> dict[str, Any]:
-    """Name, size and SHA-256 of an input; of a hub data set the split and its fingerprint."""
+    """Name, size and SHA-256 of an input; for a hub data set its split and fingerprint."""
     if kind == "hub":
         source = hub(path, layout)
         return {"path": source.name, "rows": source.rows, "fingerprint": source.fingerprint}
@@ -133,7 +133,7 @@ def _pieces(path: str, kind: str, layout: Layout) -> Iterator[Piece]:
         if rows is None:
             raise DataError(f"{source.name} does not say how many rows it has: set max_documents")
         for start in range(0, rows, HUB_ROWS):
-            # A chunk of its own each: its bytes are not known.
+            # A separate chunk each, because the size in bytes is unknown.
             yield Piece(path, kind, start, min(start + HUB_ROWS, rows), layout.chunk_bytes)
         return
     size = size_of(path)
@@ -151,14 +151,14 @@ def _pieces(path: str, kind: str, layout: Layout) -> Iterator[Piece]:
 
 
 def _next_break(path: str, offset: int, separator: bytes, size: int) -> int:
-    """Behind the first separator that starts at `offset` or later; else the end of the file."""
+    """End of the first separator that starts at `offset` or later; else the end of the file."""
     if not separator or offset >= size:
         return size
     while offset < size:
         block = read_range(path, offset, BLOCK - 1 + len(separator))
         if (found := block.find(separator)) >= 0:
             return offset + found + len(separator)
-        offset += BLOCK  # all that begin before it lay in this block
+        offset += BLOCK  # all separators that begin before it were in this block
     return size
 
 

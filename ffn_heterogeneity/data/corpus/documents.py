@@ -1,5 +1,7 @@
-"""The documents of a chunk of a corpus: text in blocks, JSONL line by line, parquet and the hub's
-data sets row group by row group, so that a document of text may be longer than memory.
+"""Reading of the documents of a corpus chunk.
+
+Text is read in blocks (a document may be larger than memory), JSONL line by line, parquet and the
+hub's data sets row group by row group.
 """
 
 import codecs
@@ -29,14 +31,14 @@ class Layout:
     """The form of a document, and the size of a chunk.
 
     Attributes:
-      text_field: of JSONL, parquet and hub records.
-      separator: of text files: "" (a file is a document), "blank_line", "line", or the very text
-        that stands between documents ("<|endoftext|>").
-      chunk_bytes: input bytes of a chunk, about.
-      split, revision: of a hub data set.
-      stream: hub data sets are read as they come and not stored.
-      max_documents, max_tokens: no more shards are made once there are so many (0: all); nor are
-        more rows of a hub data set read. A shard, and a document in it, ends at `max_tokens`, too.
+      text_field: text field of JSONL, parquet and hub records.
+      separator: for text files: "" (a file is a document), "blank_line", "line", or the exact text
+        between documents ("<|endoftext|>").
+      chunk_bytes: approximate input bytes of a chunk.
+      split, revision: for a hub data set.
+      stream: whether hub data sets are streamed instead of stored.
+      max_documents, max_tokens: stop making shards, and reading rows of a hub data set, at these
+        numbers (0: no limit). A shard, and a document in it, also ends at `max_tokens`.
     """
 
     text_field: str = "text"
@@ -50,7 +52,7 @@ class Layout:
 
     @property
     def breaks(self) -> bytes:
-        """The separator as it stands in a file."""
+        """The separator's bytes in a file."""
         return SEPARATORS.get(self.separator, self.separator.encode())
 
 
@@ -62,7 +64,7 @@ class Piece:
     kind: str
     start: int
     stop: int
-    size: int  # in bytes of input, about
+    size: int  # approximate, in bytes of input
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,18 +80,18 @@ class Chunk:
 
 
 class DocumentPart(NamedTuple):
-    """A document, or some of one that is long; `ends` where it is the last of it."""
+    """A document or a part of a long one; `ends`: whether it is the last part."""
 
     text: str
     ends: bool = True
 
 
 def read_parts(chunk: Chunk, layout: Layout) -> Iterator[DocumentPart]:
-    """The documents of a chunk, in order; empty ones too, and of text long ones in parts.
+    """Iterate over the documents of a chunk, including empty ones; long texts come in parts.
 
     Raises:
-      DataError: not UTF-8 (the byte), not JSON or without the field (line or row), half a
-        surrogate pair, which no tokenizer takes.
+      DataError: not UTF-8 (names the byte), not JSON or without the field (names the line or row),
+        or half a surrogate pair, which no tokenizer accepts.
     """
     for piece in chunk.pieces:
         yield from READERS[piece.kind](piece, layout)
@@ -113,7 +115,7 @@ def open_parquet(path: str) -> Any:
 
 def _read_text(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
     breaks, lines = layout.breaks.decode(), layout.separator in SEPARATORS
-    # Of the document that is being read: what was not given yet, and whether some was.
+    # The part of the current document that is not yielded yet, and whether a part was yielded.
     held, given, edge = "", False, ""
     for text in _decoded(piece):
         if lines and "\r\n" in edge + text:
@@ -128,7 +130,7 @@ def _read_text(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
             yield DocumentPart(_stripped(document, given, True) if lines else document)
             given = False
         if len(held) > BLOCK:
-            # What may be the begin of a separator, or is to be stripped, stays.
+            # Keep text that may begin a separator, or is to be stripped.
             stop = len(held.rstrip("\n")) if lines else max(len(held) - len(breaks or " ") + 1, 0)
             part, held = held[:stop], held[stop:]
             part = _stripped(part, given, False) if lines else part
@@ -138,21 +140,21 @@ def _read_text(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
 
 
 def _stripped(text: str, given: bool, ends: bool) -> str:
-    """Without the line ends at its begin, and at its end."""
+    """Strip line ends at the beginning and the end of a document."""
     text = text if given else text.lstrip("\n")
     return text.rstrip("\n") if ends else text
 
 
 def _decoded(piece: Piece) -> Iterator[str]:
-    """The text of a piece, a block at a time."""
+    """Iterate over the text of a piece, block by block."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for offset in range(piece.start, piece.stop, BLOCK):
         data = read_range(piece.path, offset, min(BLOCK, piece.stop - offset))
         try:
             text = decoder.decode(data, offset + len(data) >= piece.stop)
-        except UnicodeDecodeError as error:  # of these bytes, and some that were left before
+        except UnicodeDecodeError as error:  # in these bytes, or the rest of the previous ones
             begin = offset + len(data) - len(error.object)
-            text = decode_utf8(piece.path, error.object, begin)  # says which byte
+            text = decode_utf8(piece.path, error.object, begin)  # raises, naming the byte
         yield text if offset else text.removeprefix("\ufeff")
 
 
@@ -172,7 +174,7 @@ def _read_jsonl(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
 
 
 def _lines(piece: Piece) -> Iterator[bytes]:
-    """The lines of a piece without their ends; of one that is too long the begin, as the last."""
+    """Lines of a piece without line ends; ends after the beginning of a too long line."""
     rest = b""
     for start in range(piece.start, piece.stop, BLOCK):
         block = rest + read_range(piece.path, start, min(BLOCK, piece.stop - start))
@@ -184,7 +186,7 @@ def _lines(piece: Piece) -> Iterator[bytes]:
 
 
 def _line(path: str, offset: int) -> int:
-    """The number of the line at an offset."""
+    """Number of the line at an offset."""
     starts = range(0, offset, BLOCK)
     blocks = (read_range(path, start, min(BLOCK, offset - start)) for start in starts)
     return 1 + sum(block.count(b"\n") for block in blocks)
@@ -208,7 +210,7 @@ def _read_hub(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
 
 
 def size_of(path: str) -> int:
-    """Bytes of the file's content: a packed one is read through."""
+    """Size of the file's content in bytes; a compressed file is read completely."""
     if not path.endswith(".gz"):
         return Path(path).stat().st_size
     read_range(path, sys.maxsize, 0)
@@ -223,9 +225,9 @@ def _text(record: Mapping[str, Any], field: str, where: str) -> str:
 
 
 def read_range(path: str, start: int, size: int) -> bytes:
-    """Bytes of a file's content.
+    """Read bytes of a file's content.
 
-    It stays open: in a packed one to go on is cheap, to go back is not.
+    The file stays open: in a compressed file reading on is cheap, going back is not.
     """
     try:
         file = _opened(path, Path(path).stat().st_mtime_ns)

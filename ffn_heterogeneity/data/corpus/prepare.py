@@ -1,9 +1,9 @@
-"""A corpus tokenised into shards by several processes: the same bytes for any number of them.
+"""Tokenization of a corpus into shards by several processes, with the same bytes for any number.
 
-Each chunk of the input (`corpora.plan_chunks`) becomes the shard of its number. A shard that is
-whole leaves `progress/<name>.json` behind; a run that was stopped goes on with the others, and the
-manifest, which makes the directory readable, comes last and takes the place of those files. The
-same command on a finished directory checks it and makes damaged shards anew.
+Each chunk of the input (`corpora.plan_chunks`) becomes the shard with its number. A complete shard
+has a file `progress/<name>.json`, so a resumed run makes only the others. The manifest, which makes
+the directory readable, is written last and replaces those files. The same command on a finished
+directory checks it and rewrites damaged shards.
 """
 
 import concurrent.futures
@@ -39,16 +39,16 @@ def prepare(
     settings: Settings | None = None,
     processes: int = 1,
 ) -> dict[str, Any]:
-    """Tokenises a corpus into `directory`; returns the manifest.
+    """Tokenize a corpus into `directory` and return the manifest.
 
     Args:
       spec: see `corpora.find_inputs`.
       tokenizer: `transformers`-like; other processes get a pickled copy.
-      name: of the tokenizer, for the manifest.
-      processes: how many at once; the result does not depend on it.
+      name: the tokenizer's name, for the manifest.
+      processes: number of parallel processes; the result does not depend on it.
 
     Raises:
-      DataError: anything wrong with input or settings, or the directory holds another corpus.
+      DataError: invalid input or settings, or the directory holds another corpus.
     """
     directory, settings = Path(directory), settings or Settings()
     check_number("processes", processes, "[1, inf)", DataError)
@@ -72,7 +72,7 @@ def prepare(
                 path.unlink()
         return finish(directory, plan, entries)
     except DataError:
-        if claimed:  # what is refused may be another run's
+        if claimed:  # otherwise the files may belong to another run
             release(directory)
         raise
 
@@ -80,14 +80,14 @@ def prepare(
 def make_plan(
     inputs: Sequence[Mapping[str, Any]], settings: Settings, tokenizer: Any, name: str
 ) -> dict[str, Any]:
-    """Everything that the shards are a function of; equal plans make equal shards.
+    """Collect everything that determines the shards; equal plans make equal shards.
 
     Args:
-      inputs: the fingerprint of each.
+      inputs: fingerprints of the inputs.
     """
     facts = shards.tokenizer_facts(tokenizer, name)
     layout = dataclasses.asdict(settings.layout)
-    for key in ("split", "revision", "stream"):  # they are in a hub data set's fingerprint
+    for key in ("split", "revision", "stream"):  # part of a hub data set's fingerprint
         layout.pop(key)
     layout = {key: value for key, value in layout.items() if value or key[:4] != "max_"}
     policy = {"bos": "none stored: the reader adds it"}
@@ -101,10 +101,10 @@ def make_plan(
 
 
 def claim(directory: Path, plan: Mapping[str, Any], dtype: np.dtype) -> dict[str, dict]:
-    """Makes the directory this plan's; returns the entries of the shards that are whole already.
+    """Claim the directory for this plan; return the entries of the shards that are complete.
 
     Raises:
-      DataError: it holds the shards of another plan (what differs is named).
+      DataError: it holds the shards of another plan; the message names the difference.
     """
     progress, finished = directory / PROGRESS, directory / shards.MANIFEST
     old: dict[str, Any] = {}
@@ -122,14 +122,14 @@ def claim(directory: Path, plan: Mapping[str, Any], dtype: np.dtype) -> dict[str
         whole = [entry for entry in entries if _whole(directory, entry, dtype, verify=True)]
         if len(whole) == len(entries):
             return {entry["name"]: entry for entry in whole}
-        # Some are damaged: from here on as if it had been stopped before they were made.
+        # Some are damaged: continue as if the run had stopped before they were made.
         progress.mkdir(exist_ok=True)
         write_json(progress / PLAN, plan)
         for entry in whole:
             write_json(note(directory, entry["name"]), entry)
         finished.unlink()
     progress.mkdir(parents=True, exist_ok=True)
-    for folder in (directory, progress):  # of processes that were killed
+    for folder in (directory, progress):  # left by killed processes
         for left in folder.glob(".*.partial.*"):
             left.unlink()
     write_json(progress / PLAN, plan)
@@ -144,7 +144,7 @@ def claim(directory: Path, plan: Mapping[str, Any], dtype: np.dtype) -> dict[str
 
 
 def release(directory: Path) -> None:
-    """Removes what `claim` made where no shard with documents came of it: settings may change."""
+    """Undo `claim` if no shard with documents was made, so that the settings may change."""
     progress = directory / PROGRESS
     if not progress.is_dir() or (directory / shards.MANIFEST).exists():
         return
@@ -155,7 +155,7 @@ def release(directory: Path) -> None:
 
 
 def finish(directory: Path, plan: Mapping[str, Any], entries: list[dict]) -> dict[str, Any]:
-    """Writes the manifest, last, and removes the notes of progress.
+    """Write the manifest, as the last file, and remove the progress files.
 
     Raises:
       DataError: no document has a token.
@@ -188,7 +188,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     different = []
     for key in ("tokenizer", "policy", "settings"):
         before, now = old.get(key, {}), new[key]
-        # The same tokenizer may be read from elsewhere.
+        # The same tokenizer may have another path.
         keys = [k for k in {**before, **now} if k != "name" and before.get(k) != now.get(k)]
         different += [f"{k} was {before.get(k)!r:.70}, is {now.get(k)!r:.70}" for k in keys]
     before, now = ({one["path"]: one for one in plan["inputs"]} for plan in (old, new))
@@ -205,7 +205,7 @@ def _whole(directory: Path, entry: Mapping[str, Any], dtype: np.dtype, verify: b
 def up_to_limits(
     chunks: Sequence[Chunk], done: Mapping[str, dict], layout: Layout
 ) -> list[dict[str, Any]] | None:
-    """The entries of the first shards that reach a limit, or of all; None: some are not made."""
+    """Entries of the first shards that reach a limit, or of all; None if some are not made yet."""
     entries, sums = [], {"documents": 0, "tokens": 0}
     limits = {"documents": layout.max_documents, "tokens": layout.max_tokens}
     for chunk in chunks:
@@ -221,8 +221,10 @@ def up_to_limits(
 def _run(
     pool: Pool, chunks: Sequence[Chunk], done: dict, layout: Layout, ahead: int
 ) -> list[dict[str, Any]]:
-    """Makes shards, and adds them to `done`, until `up_to_limits` has them; a progress bar of
-    input bytes, with tokens/s. `ahead`: chunks that are waiting or at work."""
+    """Make shards and add them to `done` until `up_to_limits` returns them, with a progress bar.
+
+    `ahead`: number of chunks that are waiting or in work.
+    """
     todo = [chunk for chunk in chunks if shard_name(chunk.number) not in done]
     left, total = iter(todo), sum(chunk.size for chunk in chunks)
     before = total - sum(chunk.size for chunk in todo)

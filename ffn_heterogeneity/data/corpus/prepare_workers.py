@@ -1,4 +1,4 @@
-"""The makers of shards: a thread, or processes that each have a copy of the tokenizer."""
+"""Workers that make shards: a thread, or processes with a copy of the tokenizer each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ffn_heterogeneity.data.corpus.documents import Chunk, read_parts
 from ffn_heterogeneity.data.corpus.tokenise import Tokeniser, shard_name, write_shard
 
-# Of a process that `open_pool` started: what it makes shards with.
+# The worker of a process that `open_pool` started.
 _STARTED: list[Worker] = []
 
 
@@ -25,7 +25,7 @@ class Stopped(Exception):
 
 
 class Worker:
-    """Makes shards and counts in `counters`: input bytes, tokens; the third tells it to stop."""
+    """Makes shards and updates `counters`: input bytes, tokens; the third one tells it to stop."""
 
     def __init__(self, tokeniser: Tokeniser, directory: Path, counters: Any):
         self._tokeniser, self._directory, self._counters = tokeniser, directory, counters
@@ -45,10 +45,11 @@ class Worker:
 
 
 class Pool(NamedTuple):
-    """The thread, or the processes, that make shards.
+    """The thread or the processes that make shards.
 
     Attributes:
-      map: calls a function of a module, as `map` does; of one process here, where Ctrl-C ends it.
+      map: maps a module's function over arguments; with one process in this process, so that Ctrl-C
+        ends it.
       tokenise: a chunk -> the future of its shard's entry.
       counters: input bytes and tokens done so far.
     """
@@ -60,14 +61,14 @@ class Pool(NamedTuple):
 
 @contextlib.contextmanager
 def open_pool(tokeniser: Tokeniser, directory: Path, processes: int) -> Iterator[Pool]:
-    """A pool of as many processes; 1 is a thread of this one."""
+    """Open a pool of that number of processes; 1 means a thread of this process."""
     executor: concurrent.futures.Executor
     if processes == 1:
         counters: Any = [0, 0, 0]
         executor = concurrent.futures.ThreadPoolExecutor(1)
         calls, work = map, Worker(tokeniser, directory, counters)
     else:
-        # Spawned: libraries that have threads of their own do not survive a fork.
+        # Spawned, because libraries with threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
         counters, work = context.Array("q", 3), _tokenise
         made_of = (tokeniser, directory, counters)
@@ -83,15 +84,15 @@ def open_pool(tokeniser: Tokeniser, directory: Path, processes: int) -> Iterator
 
 
 def _start(tokeniser: Tokeniser, directory: Path, counters: Any) -> None:
-    # One thread each: the processes are as many as the user wants to be busy.
+    # One thread each: the user chose the number of busy processes.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells when to stop
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _STARTED.append(Worker(tokeniser, directory, counters))
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed cannot end its processes: they would wait for ever."""
+    """End with the parent process: without it, a worker would wait forever."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

@@ -2,12 +2,12 @@
 
 A directory holds
 
-    manifest.json         what is here, and what it was made from; written last
-    <name>.tokens         ids of all documents of a shard, one after another: little-endian uint16
-                          where every id of the tokenizer fits, else uint32
+    manifest.json         the shards, and their inputs and settings; written last
+    <name>.tokens         concatenated ids of all documents of a shard: little-endian uint16 if
+                          every id of the tokenizer fits, else uint32
     <name>.documents      int64 offsets [documents + 1] of the documents in it: 0 ... tokens
 
-A document is its text's ids and, where the manifest says so, the tokenizer's eos; a bos is added
+A document is its text's ids and, depending on the manifest, the tokenizer's eos; a bos is added
 when it is read. Both files are memory-mapped: a corpus may be larger than memory.
 """
 
@@ -37,20 +37,20 @@ FORMAT, VERSION = "token shards", 1
 SUFFIXES = ("tokens", "documents")
 _OFFSETS = np.dtype("<i8")
 _PROBE = "The quick brown fox, 1234 times: naïve\n\tif (x >= 0) { return «日本語»; }  \n"
-# Files held open at once, of all corpora: each memory map keeps one.
+# Maximum number of open files over all corpora: each memory map keeps one open.
 _OPEN_FILES = 256
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest of uint16 and uint32 that holds ids below `vocab_size`."""
+    """Return the smaller of uint16 and uint32 that can hold ids below `vocab_size`."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def tokenizer_facts(tokenizer: Any, name: str = "") -> dict[str, Any]:
-    """A manifest's facts of a tokenizer.
+    """Facts about a tokenizer for the manifest.
 
     The fingerprint is a SHA-256 of the vocabulary with its ids and of the ids of a probe text, so
-    it does not depend on where the tokenizer was read from.
+    it does not depend on the tokenizer's path.
     """
     vocabulary = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else []
     seen = json.dumps([vocabulary, encode(tokenizer, _PROBE)])
@@ -64,20 +64,21 @@ def tokenizer_facts(tokenizer: Any, name: str = "") -> dict[str, Any]:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """One more than the largest id (ids may have holes)."""
+    """One more than the largest id (ids may have gaps)."""
     if hasattr(tokenizer, "get_vocab"):
         return max(tokenizer.get_vocab().values()) + 1
-    return 0x110000 + 3  # of a tokenizer that cannot say: any character
+    return 0x110000 + 3  # unknown: any character
 
 
 def check_vocabulary(tokenizer: Any, model_size: int, model: str) -> None:
-    """Refuses a tokenizer (of `transformers`) with ids that the model has no embedding for.
+    """Check that the model has embeddings for all ids of a tokenizer (of `transformers`).
 
-    Special tokens may lie beyond, but bos and eos may not: Gemma 3's tokenizer has one for images,
-    of which its text models know nothing. Should a text name it, `packing.unknown_token` finds it.
+    Special tokens except bos and eos may be beyond the vocabulary: Gemma 3's tokenizer has one for
+    images, which its text models do not use. `packing.unknown_token` finds it if a text contains
+    it.
 
     Raises:
-      DataError: names such a token, its id, and both sizes.
+      DataError: a token without embedding; the message names it, its id, and both sizes.
     """
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     spare = special - {tokenizer.bos_token_id, tokenizer.eos_token_id}
@@ -91,17 +92,16 @@ def check_vocabulary(tokenizer: Any, model_size: int, model: str) -> None:
 
 
 class ShardWriter:
-    """Writes one shard, document after document; `close` moves both files to their names.
+    """Writer of one shard, document by document; `close` moves both files to their names.
 
-    Nothing comes to lie there where the block ends with an error, and no file of a shard without
-    documents.
+    No file is created if the block ends with an error, or if the shard has no documents.
     """
 
     def __init__(self, directory: Path, name: str, dtype: np.dtype):
         self._directory, self.name, self._dtype = Path(directory), name, dtype
         self._stack = contextlib.ExitStack()
         self._hash, self._offsets = hashlib.sha256(), [0]
-        self._before = self._hash.copy()  # of the documents that have ended
+        self._before = self._hash.copy()  # hash of the finished documents
         self._file: Any = None
         self.tokens = 0
 
@@ -115,12 +115,12 @@ class ShardWriter:
         return self._stack.__exit__(*error)
 
     def add(self, ids: Sequence[int]) -> None:
-        """One document, not empty."""
+        """Write one document, which must not be empty."""
         self.extend(ids)
         self.end()
 
     def extend(self, ids: Sequence[int]) -> None:
-        """More of the document that `end` ends."""
+        """Write a part of a document; `end` finishes it."""
         if self._file is None:
             path = self._stack.enter_context(atomic_path(_path(self._directory, self.name, 0)))
             self._file = path.open("wb")
@@ -130,7 +130,7 @@ class ShardWriter:
         self.tokens += len(ids)
 
     def end(self, least: int = 1) -> bool:
-        """Ends a document; one of fewer than `least` tokens is dropped, and the answer False."""
+        """Finish a document; one of fewer than `least` tokens is dropped, and False is returned."""
         if kept := self.tokens - self._offsets[-1] >= least:
             self._offsets.append(self.tokens)
             self._before = self._hash.copy()
@@ -141,11 +141,11 @@ class ShardWriter:
         return kept
 
     def close(self) -> dict[str, Any]:
-        """Moves the files; returns the shard's entry in the manifest."""
+        """Move the files; return the shard's entry in the manifest."""
         entry = {"name": self.name, "tokens": self.tokens, "documents": len(self._offsets) - 1}
         if self._file is None:
             return entry
-        if not self.tokens:  # all that was begun was dropped
+        if not self.tokens:  # all documents were dropped
             self._file.close()
             self._stack.close()
             _path(self._directory, self.name, 0).unlink()
@@ -170,7 +170,7 @@ class Shard:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Ids of all documents, one after another: uint16 or uint32."""
+        """Concatenated ids of all documents: uint16 or uint32."""
         return _mapped(str(_path(self.directory, self.name, 0)), self.dtype)
 
     @property
@@ -186,7 +186,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The shards of a directory, and its manifest."""
+    """The shards and the manifest of a directory."""
 
     directory: Path
     manifest: Mapping[str, Any]
@@ -194,15 +194,15 @@ class Corpus:
 
 
 def open_corpus(path: str | Path, *, verify: bool = True) -> Corpus:
-    """Opens a directory of shards (or the work directory they lie in, under `tokens`).
+    """Open a directory of shards (or a work directory that has them in `tokens`).
 
     Args:
       verify: read everything and compare the SHA-256 with the manifest's (about 1 GB/s); sizes are
         always compared.
 
     Raises:
-      DataError: no manifest, of another version, without shards; a shard that is missing,
-        truncated, empty or changed: named, with the way out.
+      DataError: no manifest, or one of another version or without shards; a shard that is missing,
+        truncated, empty or changed (the message names it and a solution).
     """
     directory = Path(path)
     if not (directory / MANIFEST).is_file() and (directory / "tokens" / MANIFEST).is_file():
@@ -211,7 +211,7 @@ def open_corpus(path: str | Path, *, verify: bool = True) -> Corpus:
     if not manifest["shards"]:
         raise DataError(f"{directory}: no shards; prepare the data again")
     dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-    _mapped.cache_clear()  # the files may have been made anew
+    _mapped.cache_clear()  # the files may have been rewritten
     size = sum(entry["tokens"] for entry in manifest["shards"]) * dtype.itemsize
     label = "" if not verify or size < 1e9 else "checking shards"
     with bar(label, total=size, unit="B", unit_scale=True) as shown:
@@ -219,7 +219,7 @@ def open_corpus(path: str | Path, *, verify: bool = True) -> Corpus:
             if damaged := damage(directory, entry, dtype, verify=verify):
                 raise DataError(
                     f"{damaged}; run scripts/prepare_data.py with the same settings again, which "
-                    "makes damaged shards anew, or copy the directory again"
+                    "rewrites damaged shards, or copy the directory again"
                 )
             shown.update(entry["tokens"] * dtype.itemsize)
     shards = [
@@ -229,10 +229,10 @@ def open_corpus(path: str | Path, *, verify: bool = True) -> Corpus:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, checked for form.
+    """Read the manifest and check its form.
 
     Raises:
-      DataError: none there, not JSON, incomplete, or of another version.
+      DataError: no manifest, not JSON, incomplete, or of another version.
     """
     path = directory / MANIFEST
     if not path.is_file():
@@ -271,7 +271,7 @@ def _is_count(value: Any) -> bool:
 def damage(
     directory: Path, entry: Mapping[str, Any], dtype: np.dtype, *, verify: bool
 ) -> str | None:
-    """Name the file of a shard that differs from its entry, and how; None if none does."""
+    """Name the file of a shard that differs from its entry, and the difference; None if equal."""
     sizes = (entry["tokens"] * dtype.itemsize, (entry["documents"] + 1) * _OFFSETS.itemsize)
     if not entry["tokens"] or not entry["documents"]:
         return f"{_path(directory, entry['name'], 0)}: the manifest says that it is empty"

@@ -1,4 +1,4 @@
-"""Documents to ids, and a chunk of them to its shard."""
+"""Tokenization of documents, and of a chunk of them to a shard."""
 
 import dataclasses
 import sys
@@ -15,7 +15,7 @@ from ffn_heterogeneity.data.tasks.base import Example
 from ffn_heterogeneity.io.files import write_json
 
 PROGRESS = "progress"
-# Documents are tokenised in batches of about so many characters.
+# Approximate number of characters per batch of documents.
 BATCH_CHARS = 1 << 18
 
 Report = Callable[[int, int], None]
@@ -23,13 +23,13 @@ Report = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of turning documents into tokens.
+    """Settings of tokenization.
 
     Attributes:
-      layout: what a document is.
+      layout: form of the documents.
       eos: whether documents end with the tokenizer's eos.
-      passage_chars: a longer document is tokenised in pieces of at most so many characters, cut at
-        blank lines, lines or spaces, which bounds memory and time.
+      passage_chars: longer documents are tokenized in pieces of at most this number of characters,
+        cut at blank lines, lines or spaces, which bounds memory and time.
     """
 
     layout: Layout = Layout()
@@ -38,7 +38,7 @@ class Settings:
 
 
 class Tokeniser:
-    """Documents to ids: no bos, an eos where the settings say so."""
+    """Converter of documents to ids, without bos, and with eos according to the settings."""
 
     def __init__(self, tokenizer: Any, settings: Settings):
         self.settings = settings
@@ -49,7 +49,7 @@ class Tokeniser:
         self.dtype = shards.token_dtype(shards.vocab_size(tokenizer))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each of some short documents."""
+        """Ids of several short documents."""
         tokenizer: Any = self.tokenizer
         if not callable(tokenizer):
             found = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
@@ -60,7 +60,7 @@ class Tokeniser:
         return [ids + self.end for ids in found]
 
     def encode_long(self, parts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
-        """(text, ids) of the passages of a document."""
+        """Iterate over (text, ids) of the passages of a document."""
         for text, starts, ends in streamed(parts, self.settings.passage_chars):
             ids, _ = self.encoder.ids(Example("", text, starts, ends))
             yield text, ids
@@ -74,13 +74,13 @@ def write_shard(
     size: int = 0,
     report: Report = lambda size, tokens: None,
 ) -> dict[str, Any]:
-    """Writes a shard; returns its entry, with the number of `empty` documents left out.
+    """Write a shard; return its entry, with the number of `empty` documents that were omitted.
 
-    No more is read once there are the layout's `max_tokens`: a long document ends there.
+    Reading stops at the layout's `max_tokens`, also inside a long document.
 
     Args:
-      size: bytes of the input, about.
-      report: told how many of those, and how many tokens, are done, now and then.
+      size: approximate bytes of the input.
+      report: called from time to time with the numbers of bytes and tokens done.
     """
     empty, left = 0, size
     limit = tokeniser.settings.layout.max_tokens or sys.maxsize
@@ -104,13 +104,13 @@ def write_shard(
 
 
 def _add(texts: list[str], tokeniser: Tokeniser, writer: shards.ShardWriter, report: Report) -> int:
-    """Writes short documents; returns how many of them were empty."""
+    """Write short documents; return how many of them were empty."""
     before, empty = writer.tokens, 0
     full = [text for text in texts if text.strip()]
     for ids in tokeniser.encode(full) if full else ():
         if len(ids) > len(tokeniser.end):
             writer.add(ids)
-        else:  # the tokenizer keeps nothing of it
+        else:  # the tokenizer returns no ids
             empty += 1
     report(sum(map(len, texts)), writer.tokens - before)
     return len(texts) - len(full) + empty
@@ -119,7 +119,7 @@ def _add(texts: list[str], tokeniser: Tokeniser, writer: shards.ShardWriter, rep
 def _add_long(
     parts: Iterator[str], tokeniser: Tokeniser, writer: shards.ShardWriter, report: Report
 ) -> int:
-    """Writes a long document up to the limit of tokens; returns 1 where it is empty."""
+    """Write a long document up to the token limit; return 1 if it is empty."""
     limit, full = tokeniser.settings.layout.max_tokens or sys.maxsize, False
     for text, ids in tokeniser.encode_long(parts):
         full = full or bool(text.strip())
@@ -131,18 +131,20 @@ def _add_long(
 
 
 def note(directory: Path, name: str) -> Path:
-    """The file that says, until the manifest is there, that a shard is whole."""
+    """The file that marks a shard as complete until the manifest exists."""
     return directory / PROGRESS / f"{name}.json"
 
 
 def shard_name(number: int) -> str:
-    """The name of a chunk's shard: in order of names they are in order of numbers."""
+    """Name of a chunk's shard; names sort like numbers."""
     return f"shard-{number:06d}"
 
 
 def _batches(parts: Iterable[DocumentPart], limit: int) -> Iterator[list[str] | Iterator[str]]:
-    """Lists of documents of at most `limit` characters; of each longer one an iterator of parts,
-    to be read to its end, or the last."""
+    """Lists of documents of at most `limit` characters, and iterators over parts of longer ones.
+
+    Such an iterator must be read to its end before the next item, unless it is the last.
+    """
     parts, batch, size = iter(parts), [], 0
     for part in parts:
         if part.ends and len(part.text) <= limit:

@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE tokenizer: every text can be written with it, none needs <unk>."""
+"""Training of a byte-level BPE tokenizer, which can encode every text without <unk>."""
 
 import hashlib
 import logging
@@ -16,22 +16,23 @@ from ffn_heterogeneity.io.read import read_json
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 SPECIAL = (BOS, EOS, PAD)  # ids 0, 1, 2
-# One token for every byte and the special ones.
+# One token per byte, and the special tokens.
 SMALLEST = 256 + len(SPECIAL)
-# Beside a trained tokenizer: what it is a function of.
+# File next to a trained tokenizer with everything that determines it.
 MADE_OF = "made_of.json"
 
 _log = logging.getLogger(__name__)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, min_frequency: int = 2) -> Any:
-    """BPE on bytes, split into words as GPT-2's; the same texts give the same tokenizer.
+    """Train BPE on bytes with GPT-2's word splitting; the same texts give the same tokenizer.
 
-    `<s>` stands before a text that is encoded with special tokens, as Llama's does.
+    `<s>` precedes texts that are encoded with special tokens, as in Llama.
 
     Args:
-      vocab_size: in all: special tokens, bytes and merges. A small corpus gives fewer (a warning).
-      min_frequency: how often a pair must occur to be merged.
+      vocab_size: total number of special tokens, bytes and merges. A small corpus gives fewer, with
+        a warning.
+      min_frequency: minimum number of occurrences of a merged pair.
 
     Returns:
       `transformers.PreTrainedTokenizerFast`.
@@ -71,7 +72,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, min_frequency: int = 
     size = tokenizer.get_vocab_size()
     if size < vocab_size:
         why = f"there are no more pairs that occur {min_frequency} times"
-        _log.warning("the texts gave %d tokens of the %d asked for: %s", size, vocab_size, why)
+        _log.warning("the texts gave %d of %d requested tokens: %s", size, vocab_size, why)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A",
         pair=f"{BOS} $A {BOS}:1 $B:1",
@@ -88,24 +89,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, min_frequency: int = 
 
 
 def sample_texts(chunks: Sequence[Chunk], layout: Layout, max_bytes: int) -> Iterator[str]:
-    """The documents of evenly spread chunks, long ones in parts, `max_bytes` of UTF-8 at most: the
-    last one is cut."""
+    """Sample documents of evenly spaced chunks, long ones in parts, up to `max_bytes` of UTF-8.
+
+    The last document is cut at the limit.
+    """
     total = sum(chunk.size for chunk in chunks)
     count = min(max(1, round(len(chunks) * max_bytes / total)), len(chunks))
-    last = count if layout.stream else len(chunks)  # a stream has to be read up to there
+    last = count if layout.stream else len(chunks)  # a stream must be read up to there
     left = max_bytes
     for number in np.linspace(0, last - 1, count).astype(int):
         for text, _ in read_parts(chunks[number], layout):
             if left <= 0:
                 return
-            # A character has a byte at least: no more of a long document is looked at.
+            # A character has at least one byte, so the rest of a long document is not needed.
             encoded = text[:left].encode()
             left -= len(encoded)
             yield text if left > 0 else encoded[: len(encoded) + left].decode(errors="ignore")
 
 
 class Hashed:
-    """Passes texts on; `digest()` is that of those which passed."""
+    """Iterator that passes texts on; `digest()` is the hash of the texts so far."""
 
     def __init__(self, texts: Iterable[str]):
         self._texts, self._hash = texts, hashlib.sha256()
@@ -113,7 +116,7 @@ class Hashed:
     def __iter__(self) -> Iterator[str]:
         for text in self._texts:
             encoded = text.encode()
-            # With its length: two texts are not their concatenation.
+            # With its length, so that two texts differ from their concatenation.
             self._hash.update(len(encoded).to_bytes(8, "little") + encoded)
             yield text
 
@@ -124,10 +127,10 @@ class Hashed:
 def save_tokenizer(
     tokenizer: Any, directory: str | Path, made_of: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes a directory that `transformers.AutoTokenizer` loads; whole or not at all.
+    """Write a directory that `transformers.AutoTokenizer` loads, atomically.
 
     Args:
-      made_of: kept in `made_of.json`, for `differs`.
+      made_of: saved in `made_of.json`, for `differs`.
     """
     with atomic_path(directory, directory=True) as temporary:
         tokenizer.save_pretrained(os.fspath(temporary))
@@ -136,10 +139,10 @@ def save_tokenizer(
 
 
 def differs(directory: str | Path, made_of: Mapping[str, Any]) -> list[str]:
-    """The facts in which the tokenizer in `directory` is of something else.
+    """Names of the facts in which the tokenizer in `directory` differs from `made_of`.
 
     Raises:
-      DataError: nothing says what it is of.
+      DataError: the directory has no such facts.
     """
     path = Path(directory) / MADE_OF
     if not path.is_file():

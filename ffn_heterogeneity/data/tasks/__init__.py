@@ -1,4 +1,4 @@
-"""Tasks by name: `TASK`, or the several `TASKS`, of every module here; nothing else to edit."""
+"""Tasks by name: the `TASK` or `TASKS` of every module here, which are found automatically."""
 
 import functools
 import importlib
@@ -13,7 +13,7 @@ __all__ = ["Example", "Fields", "MixedTask", "Task", "get_task", "tasks"]
 
 @functools.cache
 def tasks() -> dict[str, Task]:
-    """Every task, by name; a config file of one's own may add to it: tasks()["mine"] = TASK."""
+    """Return all tasks by name; your config file may add one: tasks()["mine"] = TASK."""
     found = {}
     for module in pkgutil.iter_modules(__path__):
         defined = vars(importlib.import_module(f"{__name__}.{module.name}"))
@@ -23,7 +23,7 @@ def tasks() -> dict[str, Task]:
 
 
 def get_task(name: str) -> Task:
-    """The task called `name`; an unknown name is a `DataError` with the nearest one."""
+    """Return the task `name`; raise `DataError` with the nearest name if it is unknown."""
     if name in tasks():
         return tasks()[name]
     raise DataError(unknown("task", name, sorted(tasks())))

@@ -1,9 +1,8 @@
-"""Instructions: {"instruction", "input" or "context" (may be empty), "output"}, as in Alpaca and
-its successors.
+"""Instructions in the format of Alpaca: {"instruction", "input" or "context", "output"}.
 
-Each is a conversation of one turn (`messages.py` writes and encodes it): the user says the
-instruction and, on the next line, the input, as the fine-tuning tool of the massive-weights paper
-puts them; in the loss is the answer alone.
+The input or context may be empty. Each record is a conversation of one turn (`messages.py` encodes
+it): the user's message is the instruction and, on the next line, the input, as in the fine-tuning
+tool of the massive-weights paper. Only the answer is in the loss.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from ffn_heterogeneity.data.tasks.messages import Message, encode_conversation
 
 
 def example(record: Mapping[str, Any], fields: Fields) -> tuple[Message, Message]:
-    """The two messages; DataError where one is missing or empty."""
+    """Return the two messages; raise DataError if one is missing or empty."""
     reject_fields(record, read=("input", "context"))
     question = text_of(record, fields.prompt or "instruction").strip()
     given = [text_of(record, name).strip() for name in ("input", "context") if name in record]

@@ -1,4 +1,4 @@
-"""The interface of a task: how a record becomes a prompt and a target."""
+"""The interface of a task, which converts a record to a prompt and a target."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from ffn_heterogeneity.data.sources import DataError
 
 
 class Example(NamedTuple):
-    """A prompt (never in the loss) and its target, which continues it with nothing in between.
+    """A prompt (not in the loss) and the target that directly continues it.
 
     `starts`, `ends`: whether this piece begins and ends its document (passages of a long file).
     """
@@ -19,7 +19,7 @@ class Example(NamedTuple):
     ends: bool = True
 
 
-# Fields that say how much a row or an answer counts; 1 changes nothing.
+# Fields with the weight of a row or an answer; 1 changes nothing.
 FLAGS = ("weight", "loss_weight", "train", "training", "trainable", "loss")
 # Fields of instruction rows that change the question or what is learned.
 UNREAD = ("system", "system_prompt", "history", "tools", "tool_calls", "input", "context", *FLAGS)
@@ -36,8 +36,8 @@ class Fields(NamedTuple):
 class MixedTask(NamedTuple):
     """A task in a mixture.
 
-    `weight`: its share of the draws, a whole number. `folders`: what its folder under the mixture's
-    root may be called. `option`: the data setting that leaves it out ("" for none).
+    `weight`: its share of the draws, an integer. `folders`: possible names of its folder under the
+    mixture's root. `option`: the data setting that excludes it ("" for none).
     """
 
     task: str
@@ -54,19 +54,19 @@ class Task:
     """A named kind of data.
 
     Attributes:
-      name: what the config calls it.
-      example: `(record, fields) -> Example`, or with `encode` anything; raises `DataError` for a
-        record it cannot read.
-      expand: `(row, training) -> records`, where a row of the file is no, one or several examples;
-        None: every row is one. Not in training, it gives every question once.
-      reference: `record -> what the metrics compare an answer with`; None: the example's target.
+      name: its name in configs.
+      example: `(record, fields) -> Example`, or with `encode` any value; raises `DataError` for an
+        unreadable record.
+      expand: `(row, training) -> records`, if a row of the file has zero or more examples; None:
+        every row is one. Outside training, it returns every question once.
+      reference: `record -> reference of the metrics`; None: the example's target.
       members: the tasks that this one mixes; its data is then a root with a folder for each.
-      split_long: a document longer than a row goes on in the next row (plain text); otherwise it is
-        cut at the end and each example stays whole in one row (prompt and response).
-      hub, split: where its data is when no path is given (`name[:config]`).
-      metrics: names of the metrics that judge a model's answers.
-      encode: for what is no prompt and target: `(what example returned, packing.Encoder) -> (ids,
-        which of them are in the loss)`; raises `DataError` for what it cannot encode.
+      split_long: whether a document longer than a row continues in the next row (plain text);
+        otherwise it is cut at the end, and each example is within one row (prompt and response).
+      hub, split: default data set (`name[:config]`) and split.
+      metrics: names of the metrics of a model's answers.
+      encode: for tasks without prompt and target: `(value of example, packing.Encoder) -> (ids,
+        mask of ids in the loss)`; raises `DataError` for a value that it cannot encode.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Task:
 
 
 def value_of(record: Mapping[str, Any], field: str, kind: type | tuple, expected: str) -> Any:
-    """The value of a field; the error names the field and those the record has."""
+    """Return the value of a field; errors name the field and the record's fields."""
     if field not in record:
         raise DataError(f"no field {field!r}; fields seen: {', '.join(map(str, record)) or 'none'}")
     value = record[field]
@@ -94,7 +94,7 @@ def value_of(record: Mapping[str, Any], field: str, kind: type | tuple, expected
 
 
 def text_of(record: Mapping[str, Any], field: str) -> str:
-    """The string in a field; no half of a surrogate pair, which no tokenizer takes, is in it."""
+    """Return the string in a field; half surrogate pairs (no tokenizer takes them) are errors."""
     text = value_of(record, field, str, "text")
     try:
         text.encode()
@@ -109,27 +109,27 @@ def text_of(record: Mapping[str, Any], field: str) -> str:
 def reject_fields(
     record: Mapping[str, Any], fields: Sequence[str] = UNREAD, read: Sequence[str] = ()
 ) -> None:
-    """Raises DataError for a field that would be dropped and changes what is learned.
+    """Raise DataError for a field that is not read but would change what is learned.
 
-    Empty ones (JSON in a string, too) and `FLAGS` of 1 change nothing, nor do those in `read`.
+    Empty fields (also JSON in a string), `FLAGS` of 1 and fields in `read` are allowed.
     """
     for name in fields:
         value = record.get(name)
         neutral = value in (None, 1) if name in FLAGS else value in (None, "", "[]", "{}", [], {})
         if not (neutral or name in read or (value is False and name not in FLAGS)):
             raise DataError(
-                f"field {name!r} is {value!r:.40} and is not read here: leave it out, or write it "
+                f"field {name!r} is {value!r:.40} and is not supported: leave it out, or write it "
                 "into the text"
             )
 
 
 def list_of(record: Mapping[str, Any], field: str) -> list[Any]:
-    """The list in a field."""
+    """Return the list in a field."""
     return value_of(record, field, list, "a list")
 
 
 def texts_of(record: Mapping[str, Any], field: str) -> list[str]:
-    """The list of strings in a field."""
+    """Return the list of strings in a field."""
     for value in list_of(record, field):
         if not isinstance(value, str):
             raise DataError(
@@ -139,15 +139,15 @@ def texts_of(record: Mapping[str, Any], field: str) -> list[str]:
 
 
 def mapping_of(record: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """The object in a field."""
+    """Return the object in a field."""
     return value_of(record, field, Mapping, "an object")
 
 
 def word_of(record: Mapping[str, Any], words: Sequence[str], field: str = "label") -> str:
-    """The label word: the field holds one of `words`, or its number (True and False are 1 and 0).
+    """Return the label word; the field has one of `words` or its number (True is 1, False is 0).
 
     Raises:
-      DataError: there is no such field, or no answer in it (test sets are published with -1).
+      DataError: no such field, or no answer in it (test sets are published with -1).
     """
     value = value_of(record, field, object, "a label")
     if isinstance(value, str) and value in words:
@@ -155,4 +155,4 @@ def word_of(record: Mapping[str, Any], words: Sequence[str], field: str = "label
     if isinstance(value, int) and 0 <= value < len(words):
         return words[value]
     known = ", ".join(f"{word} or {number}" for number, word in enumerate(words))
-    raise DataError(f"field {field!r} is {value!r:.40}, which is no answer; known: {known}")
+    raise DataError(f"field {field!r} is {value!r:.40}, which is not an answer; known: {known}")

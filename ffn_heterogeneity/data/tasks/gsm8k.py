@@ -7,7 +7,7 @@ from ffn_heterogeneity.data.tasks.base import Example, Fields, Task, text_of
 
 
 def example(record: Mapping[str, Any], fields: Fields) -> Example:
-    """The space before the answer belongs to the target, so that its first token is " word"."""
+    """Return the example; the target begins with a space, so that its first token is " word"."""
     question = text_of(record, fields.prompt or "question")
     answer = text_of(record, fields.response or "answer")
     return Example(f"Question: {question}\nAnswer:", f" {answer}")

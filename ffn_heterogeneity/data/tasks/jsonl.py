@@ -1,4 +1,4 @@
-"""Prompt and response records under the field names in common use."""
+"""Prompt and response records with common field names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import Example, Fields, Task, reject_fields, text_of
 
-# (prompt fields, response field, separator). The first pair whose fields are all there is used;
-# prompt and completion pairs are joined as they are, by custom they carry their own white space.
+# (prompt fields, response field, separator). The first pair whose fields all exist is used. Prompt
+# and completion pairs are joined verbatim: by convention they contain the white space.
 PAIRS = (
     (("prompt",), "response", ""),
     (("prompt",), "completion", ""),

@@ -1,7 +1,7 @@
-"""MBPP: a task in words and its tests, loss on the program only.
+"""MBPP: a task in words and its tests, with the loss only on the program.
 
 The prompt is that of the evaluation (`evaluate/harness_tasks/mbpp.yaml`), so that a fine-tuned
-model meets the form it was trained on; "[DONE]" is where generation stops.
+model is evaluated in the form of its training; generation stops at "[DONE]".
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def setup_of(record: Mapping[str, Any]) -> str:
 def example(record: Mapping[str, Any], fields: Fields) -> Example:
     """Field "text" (the full set) or "prompt" (the sanitized one), "code" and "test_list".
 
-    The published programs end their lines with a carriage return now and then: dropped.
+    Some published programs have carriage returns at line ends, which are removed.
     """
     field = fields.prompt or ("prompt" if "prompt" in record and "text" not in record else "text")
     code = text_of(record, fields.response or "code").replace("\r\n", "\n")

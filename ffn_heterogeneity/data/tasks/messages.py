@@ -1,18 +1,17 @@
 """Conversations: {"messages": [{"role": "system | user | assistant", "content": text}, ...]}.
 
-A conversation becomes text by the tokenizer's chat template where it has one, else in the form of
-the Tulu recipe: "<|user|>\\n...\\n<|assistant|>\\n...</s>\\n", the eos being the tokenizer's own.
-In the loss is what the assistant says and the token that ends its turn, no header of a turn.
+A conversation is converted to text with the tokenizer's chat template if it has one, else in the
+form of the Tulu recipe: "<|user|>\\n...\\n<|assistant|>\\n...</s>\\n", with the tokenizer's eos.
+The loss covers the assistant's messages and the tokens that end its turns, but no headers.
 
-Where a turn begins and ends in the text is asked of the template itself: the assistant's turn i is
-what `messages[: i + 1]` adds to `messages[:i]` with the header that invites an answer. The ids are
-those of the whole text; each is wholly inside or outside a turn, which is checked for every
-conversation: the pieces, encoded one by one, must be the whole.
+The boundaries of a turn are found with the template itself: the assistant's turn i is the text that
+`messages[: i + 1]` adds to `messages[:i]` with the generation prompt. The ids are those of the
+whole text. Every id must be completely inside or outside a turn, which is checked for every
+conversation: the separately encoded pieces must give the same ids.
 
-A template that ignores `add_generation_prompt` invites no answer: the header is then found by
-writing an answer, and is treated alike.
+If a template ignores `add_generation_prompt`, the header is found by rendering an answer.
 
-Contents lose the white space around them, as in the Tulu recipe and Gemma's template (for other
+White space around contents is stripped, as in the Tulu recipe and Gemma's template (for other
 templates this is ours: a turn that begins with a space would share a token with its header).
 """
 
@@ -26,26 +25,28 @@ from ffn_heterogeneity.data.templates import render_template
 from ffn_heterogeneity.wording import check_choice, naming
 
 ROLES = ("system", "user", "assistant")
-# Fields that templates and other trainers use: of a row, and of a message.
+# Fields of a row, and of a message, that templates and other trainers use.
 _OF_ROW = ("tools", "functions", "documents", "system", "system_prompt", "chat_template_kwargs")
 _MEDIA = ("image", "images", "audio", "video", "videos")
 _OF_MESSAGE = ("tool_calls", "tool_call", "function_call", "reasoning_content", "reasoning")
 _OF_MESSAGE += ("thinking", "thought", *_MEDIA)
-_PROBE = "\u2603"  # an answer that no header holds
+_PROBE = "\u2603"  # an answer that does not occur in headers
 
 
 class Message(NamedTuple):
-    """One turn."""
+    """One message of a conversation."""
 
     role: str
     content: str
 
 
 def example(record: Mapping[str, Any], fields: Fields) -> tuple[Message, ...]:
-    """The turns: at most one of the system, then user and assistant in turn, one answer at least.
+    """Return the messages: an optional system message, then user and assistant alternate.
+
+    There is at least one answer.
 
     Raises:
-      DataError: the field or the turns are not so; the message names the turn.
+      DataError: the field or the messages have another form; names the message.
     """
     if fields.prompt or fields.response:
         raise DataError(
@@ -75,7 +76,7 @@ def _message(field: str, number: int, value: Any) -> Message:
         raise DataError(f"{where} is {type(value).__name__} ({value!r:.40}), expected an object")
     with naming(where, DataError, DataError):
         role, content = text_of(value, "role"), text_of(value, "content").strip()
-        # No other turn is in the loss.
+        # Only the assistant's turns are in the loss.
         reject_fields(value, (*_OF_MESSAGE, *(FLAGS if role == "assistant" else ())))
     check_choice(f"{where}: role", role, ROLES, DataError)
     if not content:
@@ -86,11 +87,11 @@ def _message(field: str, number: int, value: Any) -> Message:
 def encode_conversation(
     messages: Sequence[Message], encoder: Encoder
 ) -> tuple[list[int], list[bool]]:
-    """The ids of a whole conversation, and which of them are the assistant's.
+    """Return the ids of a conversation, and a mask of the assistant's ids.
 
     Raises:
-      DataError: the template refuses the conversation, writes a turn otherwise once others follow,
-        or lets a token straddle the edge of a turn.
+      DataError: the template rejects the conversation, renders a turn differently once others
+        follow, or a token crosses the boundary of a turn.
     """
     text, turns = assistant_spans(messages, encoder)
     ids = encode(encoder.tokenizer, text)
@@ -110,10 +111,10 @@ def encode_conversation(
 def assistant_spans(
     messages: Sequence[Message], encoder: Encoder
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and [start, stop) of each of the assistant's turns in it.
+    """Return the text of a conversation, and [start, stop) of each of the assistant's turns.
 
-    A turn stops after the token that ends it; the white space that templates put after that is
-    written by nobody who answers.
+    A turn stops after its end token; the white space that templates add after it is not part of the
+    answer.
     """
     whole, found = render(messages, encoder), []
     for i, message in enumerate(messages):
@@ -124,8 +125,8 @@ def assistant_spans(
         body = upto[len(before) :].rstrip()
         if not (whole.startswith(upto) and upto.startswith(before) and body):
             raise DataError(
-                f"the chat template writes message {i + 1}, of the assistant, not as it invites an "
-                "answer or not as it does when others follow, so its place cannot be told; "
+                f"the chat template renders message {i + 1}, of the assistant, unlike its "
+                "generation prompt, or differently when others follow, so its place is unknown; "
                 "chat_template='tulu' uses the built-in form"
             )
         found.append((len(before), len(before) + len(body)))
@@ -133,13 +134,15 @@ def assistant_spans(
 
 
 def prompt_ids(messages: Sequence[Message], encoder: Encoder) -> list[int]:
-    """The ids of a conversation and of the header that invites the assistant to go on."""
+    """Return the ids of a conversation with the generation prompt for the assistant."""
     return with_bos(encode(encoder.tokenizer, render(messages, encoder, answer=True)), encoder)
 
 
 def end_of_turn(encoder: Encoder) -> int | None:
-    """The special or added token that ends the assistant's turns; None where there is none (a part
-    of a marker that is ordinary text also ends other words)."""
+    """Return the special or added token that ends the assistant's turns, or None.
+
+    (A part of a marker that is ordinary text would also end other words.)
+    """
     last = []
     for answer in ("one", "7 7"):
         ids, scored = encode_conversation(
@@ -152,17 +155,17 @@ def end_of_turn(encoder: Encoder) -> int | None:
 
 
 def with_bos(ids: list[int], encoder: Encoder) -> list[int]:
-    """The ids, after a bos where the policy asks for one that the template did not write itself."""
+    """Prepend a bos if the policy requires it and the template did not add one."""
     if encoder.bos_id is None or ids[:1] == [encoder.bos_id]:
         return ids
     return [encoder.bos_id, *ids]
 
 
 def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) -> str:
-    """The text of a conversation; with `answer` the header of the assistant's next turn, too.
+    """Render a conversation; with `answer`, followed by the generation prompt.
 
     Raises:
-      DataError, ValueError: there is no template; or as `render_template`.
+      DataError, ValueError: no template; or as `render_template`.
     """
     tokenizer, template = encoder.tokenizer, encoder.chat_template
     own = getattr(tokenizer, "chat_template", None)
@@ -187,7 +190,7 @@ def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) 
         return text
     try:
         whole = written(*messages, Message("assistant", _PROBE), answer=False)
-    except DataError:  # it writes no answers
+    except DataError:  # the template renders no answers
         return text
     header, found, _ = whole.removeprefix(start).partition(_PROBE)
     return text + header if found and whole.startswith(start) and header.strip() else text
@@ -207,8 +210,8 @@ def _tulu(messages: Sequence[Message], tokenizer: Any, answer: bool) -> str:
 
 
 def _after(encoder: Encoder, ids: Sequence[int], place: int, text: str) -> int:
-    """Where the ids of `text`, which begin at `place`, end."""
-    # Inside a text no space is put before a piece, but after a special token some tokenizers do.
+    """End of the ids of `text`, which begin at `place`."""
+    # Tokenizers add no space before a piece inside a text, but some do after a special token.
     for piece in (encoder.continuation(text) if place else None, encode(encoder.tokenizer, text)):
         if piece is not None and ids[place : place + len(piece)] == piece:
             return place + len(piece)
@@ -217,8 +220,8 @@ def _after(encoder: Encoder, ids: Sequence[int], place: int, text: str) -> int:
 
 def _straddles(text: str) -> DataError:
     return DataError(
-        f"the tokenizer joins the edge of {text[:40]!r} with the text beside it, so no token is "
-        "wholly the assistant's there; chat_template='tulu' uses the built-in form, skip_bad=True "
+        f"the tokenizer merges the edge of {text[:40]!r} with the neighboring text, so a token is "
+        "only partly the assistant's; chat_template='tulu' uses the built-in form, skip_bad=True "
         "drops such conversations"
     )
 

@@ -1,11 +1,11 @@
 """SuperGLUE and DPR as text to text, and their mixture in proportion to size (T5's recipe).
 
-The prompt is "<task> key: text key: text ..." and the answer a label word or a span, word for word
-as in T5. A model without an encoder must see where the prompt ends: it ends with a line end, and
-the answer follows it (no paper says how; ours).
+The prompt is "<task> key: text key: text ..." and the answer a label word or a span, exactly as in
+T5. A model without an encoder must see where the prompt ends, so the prompt ends with a line end
+before the answer (ours; the papers do not specify it).
 
-Rows are read as the official files have them and as the hub does, where labels are numbers,
-MultiRC and ReCoRD are flat and WSC has no "target".
+Rows may have the form of the official files or that of the hub, where labels are numbers, MultiRC
+and ReCoRD are flat and WSC has no "target".
 """
 
 import re
@@ -31,9 +31,9 @@ CB_WORDS = ("entailment", "contradiction", "neutral")
 RTE_WORDS = ("entailment", "not_entailment")
 COPA_WORDS = ("choice1", "choice2")
 
-# Name -> examples of the training set, which are the weights of the mixture "proportional", without
-# a cap; and the official folder. ReCoRD counts once per gold answer, MultiRC per answer, WSC only
-# the pairs that do refer.
+# Name -> number of training examples, which is the weight in the mixture "proportional" (without a
+# cap), and the official folder. ReCoRD counts gold answers, MultiRC answers, WSC only the pairs
+# that corefer.
 SETS = {
     "boolq": (9_427, "BoolQ"),
     "cb": (250, "CB"),
@@ -45,7 +45,7 @@ SETS = {
     "wsc": (259, "WSC"),
     "dpr": (1_322, "DPR"),
 }
-OPTIONS = {"dpr": "with_dpr"}  # the data setting that leaves it out
+OPTIONS = {"dpr": "with_dpr"}  # the data setting that excludes it
 
 
 def _form(name: str, target: str, fields: Fields, **texts: str) -> Example:
@@ -70,7 +70,7 @@ def _labelled(name: str, words: Sequence[str], *keys: str) -> Callable[..., Exam
 
 
 def multirc(row: Mapping[str, Any], fields: Fields) -> Example:
-    """question, answer, paragraph -> True | False; of one answer, see `multirc_answers`."""
+    """question, answer, paragraph -> True | False; for one answer, see `multirc_answers`."""
     texts = {key: _plain(text_of(row, key)) for key in ("question", "answer", "paragraph")}
     return _form("multirc", word_of(row, BOOLEANS), fields, **texts)
 
@@ -101,7 +101,7 @@ def multirc_reference(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record(row: Mapping[str, Any], fields: Fields) -> Example:
-    """query, entities, passage -> an answer; of one gold answer, see `record_answers`."""
+    """query, entities, passage -> an answer; for one gold answer, see `record_answers`."""
     entities = ", ".join(texts_of(row, "entities"))
     texts = {"query": text_of(row, "query"), "entities": entities}
     passage = text_of(row, "passage")
@@ -111,8 +111,8 @@ def record(row: Mapping[str, Any], fields: Fields) -> Example:
 def record_answers(row: Mapping[str, Any], training: bool) -> list[Mapping[str, Any]]:
     """A passage with its queries (or one query of the hub) -> one record per gold answer.
 
-    Entities and answers are the different strings among the marked spans, in alphabetical order.
-    Highlights become sentences of the passage. Not in training: one record per query.
+    Entities and answers are the distinct strings of the marked spans, in alphabetical order.
+    Highlights become sentences of the passage. Outside training: one record per query.
     """
     if "qas" in row:
         passage = mapping_of(row, "passage")
@@ -143,7 +143,7 @@ def record_answers(row: Mapping[str, Any], training: bool) -> list[Mapping[str, 
 
 
 def record_reference(row: Mapping[str, Any]) -> dict[str, Any]:
-    """All gold answers, and the query, which counts once however often it is asked."""
+    """All gold answers, and the query, whose answers are judged together."""
     idx = mapping_of(row, "idx")
     group = tuple(value_of(idx, key, int, "a number") for key in ("passage", "query"))
     return {"answers": texts_of(row, "answers"), "group": group}
@@ -163,7 +163,7 @@ def wsc_spans(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def wsc_pairs(row: Mapping[str, Any], training: bool) -> list[Mapping[str, Any]]:
-    """The row; none in training if its pronoun does not refer to the phrase: it has no target."""
+    """The row; in training none if its pronoun does not refer to the phrase (no target)."""
     return [] if training and word_of(row, BOOLEANS) == "False" else [row]
 
 
@@ -190,9 +190,9 @@ def _wsc_form(text: str, referent: str, fields: Fields) -> Example:
 
 
 def _mark(text: str, pronoun: str, index: int) -> str:
-    """`text` with the pronoun that stands at (or, failing that, nearest to) word `index` starred.
+    """Mark with stars the pronoun at (or, if it is not there, nearest to) word `index`.
 
-    The published index is one off in a few rows, and punctuation sticks to some pronouns.
+    The published index is off by one in a few rows, and some pronouns have punctuation attached.
     """
     places = [word.start() for word in re.finditer(r"\S+", text)]
     if not places or not 0 <= index < len(places):
@@ -207,12 +207,12 @@ def _mark(text: str, pronoun: str, index: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without the mark-up of MultiRC: line breaks become spaces, bold marks go."""
+    """Remove the mark-up of MultiRC: line breaks become spaces, bold marks are removed."""
     return re.sub(r"</?b>", "", text.replace("<br>", " "))
 
 
 def _fold_highlights(passage: str) -> str:
-    """The summary lines of a ReCoRD passage as sentences, with a full stop where none stands."""
+    """Convert the summary lines of a ReCoRD passage to sentences, adding missing full stops."""
     passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", passage)
     return passage.replace("\n@highlight\n", ". ")
 

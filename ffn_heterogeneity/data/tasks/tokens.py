@@ -8,8 +8,8 @@ from ffn_heterogeneity.data.tasks.base import Example, Fields, Task
 
 
 def example(record: Mapping[str, Any], fields: Fields) -> Example:
-    """There are no texts in shards: `token_pipeline.TokenPipeline` reads them."""
-    raise DataError("task 'tokens' has ids, not texts: ask for text with another task")
+    """Raise DataError: shards have no texts; `token_pipeline.TokenPipeline` reads them."""
+    raise DataError("task 'tokens' has ids, not texts: use another task for text")
 
 
 TASK = Task("tokens", example, split_long=True)

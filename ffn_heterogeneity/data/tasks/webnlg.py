@@ -1,13 +1,13 @@
-"""WebNLG 2017: triples of facts in words, loss on the text only.
+"""WebNLG 2017: facts as triples, with the loss only on the text.
 
 The prompt is "Triples: subject : property : object | subject : property : object\\nText:", with the
-modified triples as they are written, underscores and all; the text follows. The MLP Fusion authors'
-GPT-2 has new tokens around each part of a triple; a prompt that needs none, for any model, is ours.
+modified triples unchanged, including underscores; the text follows. The MLP Fusion authors' GPT-2
+has new tokens around each part of a triple; this prompt needs none and works for any model [ours].
 
 A row is an entry of the published XML as JSON of the same names: "category", "modifiedtripleset",
 ["subject | property | object"], and "lex", [{"comment", "text"}]. Only texts with the comment
-"good" count, as in the authors' code: each is an example to train on, all are the references of one
-question. An entry without one (5 in train, 1 in validation) is left out of both.
+"good" count, as in the authors' code: each is a training example, and all are the references of one
+question. An entry without one (5 in train, 1 in validation) is ignored.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from typing import Any
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks import base
 
-# Categories of the training set; those that the test set alone has.
+# Categories of the training set, and those only in the test set.
 SEEN = (
     "Airport",
     "Astronaut",
@@ -33,7 +33,7 @@ UNSEEN = ("Artist", "Athlete", "CelestialBody", "MeanOfTransportation", "Politic
 
 
 def example(record: Mapping[str, Any], fields: base.Fields) -> base.Example:
-    """The triples and the first good text; the space before it makes its first token " word"."""
+    """The triples and the first good text, with a space so that its first token is " word"."""
     if any(fields):
         raise DataError(
             f"prompt_field, response_field and text_field are {tuple(fields)}; leave them empty: "
@@ -60,7 +60,8 @@ def good_texts(record: Mapping[str, Any]) -> list[str]:
     texts = base.list_of(record, "lex")
     if not texts:
         raise DataError(
-            "field 'lex' is empty: a row without texts, neither to train on nor to compare with"
+            "field 'lex' is empty: a row without texts can be used neither for training nor as "
+            "reference"
         )
     good = []
     for one in texts:
@@ -73,7 +74,7 @@ def good_texts(record: Mapping[str, Any]) -> list[str]:
 
 
 def good_records(row: Mapping[str, Any], training: bool) -> list[Mapping[str, Any]]:
-    """An entry -> one record a good text in training, one with all of them else; none without."""
+    """An entry -> one record per good text in training, else one with all; none without any."""
     texts = good_texts(row)
     if training:
         return [{**row, "lex": [{"comment": "good", "text": text}]} for text in texts]
@@ -81,7 +82,7 @@ def good_records(row: Mapping[str, Any], training: bool) -> list[Mapping[str, An
 
 
 def reference(record: Mapping[str, Any]) -> dict[str, Any]:
-    """All good texts, and the part of the test set that is reported on its own."""
+    """All good texts, and the part of the test set (reported separately)."""
     category = base.word_of(record, (*SEEN, *UNSEEN), "category")
     return {"texts": good_texts(record), "part": "seen" if category in SEEN else "unseen"}
 

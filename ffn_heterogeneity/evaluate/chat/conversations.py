@@ -1,12 +1,12 @@
-"""Questions of chat benchmarks, answered turn by turn, in the benchmarks' own answer files.
+"""Questions of chat benchmarks, answered turn by turn, in the benchmarks' answer formats.
 
 MT-bench, Vicuna and Spec-Bench (FastChat): {"question_id", "answer_id", "model_id", "choices":
 [{"index": 0, "turns": [text, ...]}], "tstamp"}; WizardLM: {"id", "instruction", <model_id>: text}.
 
-Answers are written a batch at a time, the whole file anew, so it is never torn; answered questions
-are not asked again. How every turn ended stands in `<workdir>/turns.jsonl`: the benchmarks' forms
-have no room for it. A draw depends on the seed, the question's batch and its place there, and
-batches are cut from all questions: where a run was stopped changes nothing.
+Answers are written batch by batch, the whole file atomically, and answered questions are not asked
+again. `<workdir>/turns.jsonl` has the reason why each turn ended, which the benchmarks' formats do
+not include. Random draws depend on the seed, the question's batch and its place in it. Batches are
+made from all questions, so an interruption changes nothing.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from ffn_heterogeneity.wording import check_choice, check_number
 
 BENCHMARKS = ("mt_bench", "spec_bench", "vicuna_bench", "wizardlm_testset")
 QUESTION_FILES = ("test.jsonl", "question.jsonl", "WizardLM_testset.jsonl")
-# MT-bench's authors', by category; any other category has the last one.
+# Temperatures of MT-bench's authors, by category; other categories have the last one.
 TEMPERATURES = {
     **dict.fromkeys(("extraction", "math", "coding", "reasoning"), 0.0),
     **dict.fromkeys(("stem", "humanities"), 0.1),
@@ -43,12 +43,12 @@ TEMPERATURES = {
 OTHER_TEMPERATURE = 0.7
 # WizardLM's authors set a temperature but do not turn sampling on, so theirs are greedy.
 WIZARDLM_TEMPERATURE = 0.0
-# Of the categories that Spec-Bench adds to MT-bench's: its authors' runs are greedy.
+# The categories that Spec-Bench adds to MT-bench's: its authors' runs are greedy.
 SPEC_BENCH_TEMPERATURE = 0.0
 
 
 class Question(NamedTuple):
-    """A question, turn by turn; `reference`: good answers to the turns, where there are any."""
+    """A question with its turns; `reference`: good answers to the turns, if there are any."""
 
     id: int | str
     category: str
@@ -57,7 +57,7 @@ class Question(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """An answer and why it ended: "stop", "eos", "length", or "no room" (nothing was generated)."""
+    """An answer, and why it ended: "stop", "eos", "length", or "no room" (nothing generated)."""
 
     text: str
     finish: str
@@ -65,7 +65,7 @@ class Turn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatSettings(ModelSettings):
-    """Settings that `configs/chat.py` explains."""
+    """Settings of `configs/chat.py`."""
 
     model_id: str
     benchmark: str
@@ -84,14 +84,14 @@ class ChatSettings(ModelSettings):
         super().__post_init__()
         model_id(self.model_id, self.model)
         check_choice("chat_template", self.chat_template, CHAT_TEMPLATES)
-        # Its checks of numbers are those of generation.
+        # Generation checks the numbers.
         Sampling(self.max_new_tokens, self.temperature or 0.0, self.top_p)
 
     def read(self) -> list[Question]:
         return read_questions(self.benchmark, self.data_root, self.limit)
 
     def temperature_of(self, question: Question) -> float:
-        """The one set, else the benchmark's for the question's category."""
+        """The configured temperature, else the benchmark's for the question's category."""
         if self.temperature is not None:
             return self.temperature
         if self.benchmark == "wizardlm_testset":
@@ -109,11 +109,11 @@ class ChatSettings(ModelSettings):
 
 
 def answer_questions(settings: ChatSettings, model: Model, workdir: epath.Path) -> dict[str, Any]:
-    """Answers the questions that are not answered yet.
+    """Answer the questions without saved answers.
 
     Returns:
-      the file of answers, how many there are, how many turns they have, and how many of these were
-      cut (by `max_new_tokens` or the model's positions), left out for want of room, or empty.
+      the answers' file, the numbers of answers and of turns, and how many turns were cut (by
+      `max_new_tokens` or the model's positions), omitted for lack of room, or empty.
 
     Raises:
       ValueError (DataError): a model without a tokenizer, questions or answers that cannot be read.
@@ -121,7 +121,7 @@ def answer_questions(settings: ChatSettings, model: Model, workdir: epath.Path) 
     tokenizer_of(model, "chats are text, add its files")
     questions, name = settings.read(), model_id(settings.model_id, settings.model)
     path = workdir / "model_answer" / f"{name}.jsonl"
-    # Written before the answers: one without its turns is asked again.
+    # Written before the answers: an answer without its turns is generated again.
     ended = {row["id"]: row["turns"] for row in read_rows(workdir / "turns.jsonl")}
     rows = [row for row in read_rows(path) if question_id(row) in ended]
     answered = {question_id(row) for row in rows}
@@ -132,7 +132,7 @@ def answer_questions(settings: ChatSettings, model: Model, workdir: epath.Path) 
             missing = [question for question in group if question.id not in answered]
             if not missing:
                 continue
-            # The whole batch, so that the draws do not depend on where a run was stopped.
+            # The whole batch, so that the draws do not depend on interruptions.
             for question, turns in zip(group, chat(group), strict=True):
                 if question in missing:
                     ended[question.id] = turns
@@ -153,9 +153,9 @@ def answer_questions(settings: ChatSettings, model: Model, workdir: epath.Path) 
 
 
 def turn_counts(turns: Sequence[Turn]) -> dict[str, int]:
-    """The number of turns, and of those that went wrong, by kind.
+    """Count the turns, and the failed ones by kind.
 
-    One that had no room is not counted among the empty ones.
+    A turn without room does not count as empty.
     """
     finishes = [turn.finish for turn in turns]
     empty = [turn for turn in turns if not turn.text and turn.finish != "no room"]
@@ -168,7 +168,7 @@ def turn_counts(turns: Sequence[Turn]) -> dict[str, int]:
 
 
 class Chat:
-    """A model that answers a batch of questions, their turns one after another."""
+    """A model that answers a batch of questions turn by turn."""
 
     def __init__(self, settings: ChatSettings, model: Model):
         self.settings, self.positions = settings, model.config.max_position
@@ -177,13 +177,13 @@ class Chat:
         self.encoder = Encoder(model.tokenizer, settings.bos, **written)
         own = template == "auto" and getattr(model.tokenizer, "chat_template", None)
         self.template = "tokenizer" if own else template.replace("auto", "tulu")
-        # The template's end of a turn, and the tokenizer's eos, which the config may not name.
+        # The template's end of a turn, and the tokenizer's eos, which may not be in the config.
         ends = (end_of_turn(self.encoder), model.tokenizer.eos_token_id)
         self.eos = tuple(dict.fromkeys(end for end in ends if end is not None))
         self.generator = Generator(model.config, model.params, model.tokenizer, **settings.how)
 
     def __call__(self, group: Sequence[Question]) -> list[list[Turn]]:
-        """The answers to every question's turns."""
+        """Return the answers to every question's turns."""
         start = [Message("system", self.settings.system)] if self.settings.system else []
         talks = [list(start) for _ in group]
         turns: list[list[Turn]] = [[] for _ in group]
@@ -212,7 +212,7 @@ class Chat:
         return turns
 
     def _sampling(self, first: Question, turn: int) -> Sampling:
-        """The sampling of a turn of all questions in the batch that begins with `first`."""
+        """Sampling of a turn for all questions in the batch that begins with `first`."""
         own = self.settings
         seed = zlib.crc32(f"{own.seed}/{first.id}/{turn}".encode())
         value = own.temperature_of(first)
@@ -220,11 +220,11 @@ class Chat:
 
 
 def read_questions(benchmark: str, data_root: str, limit: int = 0) -> list[Question]:
-    """The questions of `<data_root>/<benchmark>/`, the first `limit` of them (0: all).
+    """Read the first `limit` questions (0: all) of `<data_root>/<benchmark>/`.
 
     Raises:
-      ValueError (DataError): an unknown benchmark, no such file, a question that cannot be read
-        (file and line), or an id that comes twice.
+      ValueError (DataError): an unknown benchmark, no such file, an unreadable question (names file
+        and line), or a duplicate id.
     """
     check_choice("benchmark", benchmark, BENCHMARKS)
     check_number("limit", limit, "[0, inf), 0 for all")
@@ -234,12 +234,12 @@ def read_questions(benchmark: str, data_root: str, limit: int = 0) -> list[Quest
     places: dict[int | str, int] = {}
     for i, question in enumerate(questions):
         if places.setdefault(question.id, i) < i:
-            raise DataError(f"{source.where(i)}: the id {question.id!r} came before")
+            raise DataError(f"{source.where(i)}: the id {question.id!r} is a duplicate")
     return questions[: limit or None]
 
 
 def benchmark_file(benchmark: str, data_root: str, names: Sequence[str]) -> str:
-    """The first file of `<data_root>/<benchmark>/` that is there."""
+    """The first existing file of `names` in `<data_root>/<benchmark>/`."""
     folder = epath.Path(data_root or ".") / benchmark
     if not data_root or not folder.is_dir():
         raise ValueError(
@@ -253,10 +253,10 @@ def benchmark_file(benchmark: str, data_root: str, names: Sequence[str]) -> str:
 
 
 def read_answers(path: str) -> tuple[str, dict[int | str, list[str]]]:
-    """The model's name and `{question's id: its turns}` of a file of answers, in either form.
+    """Read the model's name and `{question id: its turns}` from an answers' file of either form.
 
     Raises:
-      ValueError (DataError): a row that cannot be read, or answers of several models.
+      ValueError (DataError): an unreadable row, or answers of several models.
     """
     source = read_jsonl([path])
     found = list(read_each(source, _answer))
@@ -269,7 +269,7 @@ def read_answers(path: str) -> tuple[str, dict[int | str, list[str]]]:
 def answer_row(
     benchmark: str, question: Question, name: str, turns: Sequence[str]
 ) -> dict[str, Any]:
-    """A line of the file of answers."""
+    """A line of the answers' file."""
     if benchmark == "wizardlm_testset":
         return {"id": question.id, "instruction": question.turns[0], name: turns[0]}
     written = json.dumps([benchmark, name, question.id, list(turns)])
@@ -283,10 +283,10 @@ def answer_row(
 
 
 def model_id(given: str, model: str) -> str:
-    """The name given, else the last part of the model's, fit for a file name.
+    """The given name, else the last part of the model's, as a valid file name.
 
     Raises:
-      ValueError: that is another field of a row.
+      ValueError: the name is another field of a row.
     """
     name = given or PurePath(model).name.removesuffix(".gguf")
     name = re.sub(r"[^\w.-]+", "_", name) or "model"
@@ -313,7 +313,7 @@ def _question(row: Mapping[str, Any]) -> Question:
 
 
 def _reference(answer: Any) -> str:
-    """An answer to a turn; Spec-Bench's `rag` has lists of them, which make a line each."""
+    """An answer to a turn; lists of answers (Spec-Bench's `rag`) are joined with line breaks."""
     return "\n".join(map(str, answer)) if isinstance(answer, list) else str(answer)
 
 

@@ -1,4 +1,4 @@
-"""Calls of an OpenAI-compatible chat endpoint, by the `openai` client (extra `judge`)."""
+"""Client of an OpenAI-compatible chat endpoint, with the `openai` package (extra `judge`)."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,13 @@ from ffn_heterogeneity.io.read import parse_json
 from ffn_heterogeneity.wording import check_numbers, extra
 
 LONGEST_BODY = 2**22  # bytes
-# Headers of a request that are sent: not those that the client takes from the environment.
+# Request headers that are sent; those that the client takes from the environment are not.
 SENT = ("host", "accept", "accept-encoding", "connection", "content-type", "content-length")
 SHOWN = 2000  # characters of an error's body that are reported
 
 
 class EndpointError(Exception):
-    """A call without a text: why (one line), and the body of the answer if there was one."""
+    """A call that returned no text: the reason (one line), and the response's body, if any."""
 
     def __init__(self, why: str, body: str = ""):
         super().__init__(why)
@@ -31,21 +31,21 @@ class Endpoint:
 
     Args:
       url: http or https; with or without "/v1" or the whole path.
-      key: sent as bearer token, and replaced in everything that comes back; "": none.
+      key: sent as bearer token, and redacted in all responses; "": none.
       temperature, max_tokens: None and 0: not sent.
-      timeout: seconds for a whole try, from the connection to the last byte (except the look-up of
-        the host's address, which the system alone can end).
+      timeout: seconds for a whole try, from the connection to the last byte (without the host's
+        address look-up, which only the system can end).
       retries: further tries after a time-out, a broken connection or a busy server, by the client's
-        own rules: waits of 0.5 s, doubled up to 8 s, or the server's Retry-After up to 2 minutes.
+        rules: waits of 0.5 s, doubled up to 8 s, or the server's Retry-After up to 2 minutes.
 
     Raises:
-      ValueError: an unusable address or key.
+      ValueError: an invalid address or key.
       ImportError: the client is not installed.
     """
 
     url: str
     model: str
-    key: str = dataclasses.field(default="", repr=False)  # no log shows it
+    key: str = dataclasses.field(default="", repr=False)  # not in logs
     temperature: float | None = 0.0
     max_tokens: int = 0
     timeout: float = 120.0
@@ -57,14 +57,14 @@ class Endpoint:
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(
-                f"url={self.url!r} is no address: write http://<host>:<port> or https://.."
+                f"url={self.url!r} is not an address: write http://<host>:<port> or https://.."
             )
         if "@" in parts.netloc:
             raise ValueError(f"url of {parts.hostname}: leave out the user; key_env names a key")
         if not (self.key.isascii() and self.key.isprintable()):
-            raise ValueError("the key holds characters that no key has (is it the right variable?)")
+            raise ValueError("the key has invalid characters (is it the right variable?)")
         path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
-        self._query = dict(urllib.parse.parse_qsl(parts.query))  # may hold a secret: never shown
+        self._query = dict(urllib.parse.parse_qsl(parts.query))  # may contain a secret: never shown
         self.url = parts._replace(path=f"{path}/v1", query="", fragment="").geturl()
         self._body: dict[str, Any] = {"model": self.model}
         if self.temperature is not None:
@@ -72,15 +72,15 @@ class Endpoint:
         if self.max_tokens:
             self._body["max_tokens"] = self.max_tokens
         self._stopped, self._calls = threading.Event(), set()
-        self._client()  # a proxy that it cannot use ends the run before any work
+        self._client()  # an invalid proxy ends the run before any work
 
     def ask(self, system: str, user: str) -> str:
-        """The text that answers the two messages.
+        """Return the text that answers the two messages.
 
         Raises:
-          EndpointError: there is none after all tries.
+          EndpointError: no text after all tries.
         """
-        # Half of a surrogate pair, which a file may hold, cannot be sent.
+        # Half of a surrogate pair, which a file may contain, cannot be sent.
         system, user = (text.encode("utf-8", "replace").decode() for text in (system, user))
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         try:
@@ -91,7 +91,7 @@ class Endpoint:
             raise EndpointError("not asked: the run was ended") from None
 
     def stop(self) -> None:
-        """Make calls that wait for another try give up."""
+        """Cancel calls that wait for another try."""
         self._stopped.set()
         for loop, task, http in list(self._calls):
             with contextlib.suppress(RuntimeError):  # that call has ended
@@ -113,7 +113,7 @@ class Endpoint:
                 create = client.chat.completions.with_raw_response.create
                 return (await create(**self._body, messages=messages)).http_response.text
             except openai.APIStatusError as error:
-                # Redacted before anything is cut: half a key would not be found any more.
+                # Redacted before it is cut, because half a key would not be found.
                 body, status = self._redacted(error.response.text), error.response
                 why = f"HTTP {status.status_code} {status.reason_phrase} of {self.url}: "
                 why += " ".join(body.split())[:200]
@@ -132,21 +132,20 @@ class Endpoint:
 
 
 def _end_wait(task: Any, http: Any) -> None:
-    """Cancel a call that waits for another try; one that is being answered ends by itself."""
+    """Cancel a call that waits for another try; a call in progress ends with its answer."""
     if not http.busy:
         task.cancel()
 
 
 @functools.cache
 def _library() -> tuple[Any, Any, Any]:
-    """The `openai` module, its HTTP client's, and a class of these with a wall clock and a longest
-    answer."""
+    """The `openai` module, its HTTP client's, and a client class with limits on time and length."""
     with extra("judge"):
         import httpx2
         import openai
 
     class Client(httpx2.AsyncClient):
-        """Follows no redirect, which could take the key elsewhere."""
+        """HTTP client that follows no redirects, which could send the key elsewhere."""
 
         def __init__(self, *, stopped: threading.Event, timeout: float, key: str):
             super().__init__(timeout=timeout)
@@ -154,7 +153,7 @@ def _library() -> tuple[Any, Any, Any]:
             self.tries, self.busy = 0, False
 
         async def send(self, request: Any, **options: Any) -> Any:
-            """One try; where the run was ended meanwhile, the last (the client retries errors)."""
+            """Send one try; if the run has ended, it is the last (the client retries errors)."""
             if self.stopped.is_set():
                 raise asyncio.CancelledError
             self.tries, self.busy = self.tries + 1, True
@@ -171,14 +170,14 @@ def _library() -> tuple[Any, Any, Any]:
             return response
 
         def _sent(self, request: Any) -> Any:
-            """The request without what the client adds of itself and of the environment."""
+            """The request without headers of the client and the environment."""
             headers = {name: value for name, value in request.headers.items() if name in SENT}
             headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
             own = {"content": request.content, "extensions": request.extensions}
             return httpx2.Request(request.method, request.url, headers=headers, **own)
 
         async def _whole(self, request: Any, **options: Any) -> Any:
-            """The whole answer, read here: httpx's time-outs restart with every byte."""
+            """Read the whole answer here, because httpx's time-outs restart with every byte."""
             response, body = None, bytearray()
             try:
                 async with asyncio.timeout(self.seconds):
@@ -190,7 +189,7 @@ def _library() -> tuple[Any, Any, Any]:
             except TimeoutError:
                 if response is None or response.is_success:
                     raise httpx2.ReadTimeout("", request=request) from None
-            except (ValueError, LookupError, OSError) as error:  # headers that no parser expects
+            except (ValueError, LookupError, OSError) as error:  # invalid headers
                 raise httpx2.RemoteProtocolError(str(error)[:SHOWN], request=request) from None
             return _rebuilt(httpx2, request, response, bytes(body))
 
@@ -198,9 +197,9 @@ def _library() -> tuple[Any, Any, Any]:
 
 
 def _rebuilt(httpx2: Any, request: Any, response: Any, body: bytes) -> Any:
-    """The answer with a body that was read already.
+    """The response with an already read body.
 
-    Without its type the text is UTF-8: servers name encodings that are none.
+    Its content type is removed, so the text is UTF-8: servers may name invalid encodings.
     """
     gone = ("content-encoding", "content-length", "transfer-encoding", "content-type")
     headers = [(name, value) for name, value in response.headers.items() if name not in gone]
@@ -209,7 +208,7 @@ def _rebuilt(httpx2: Any, request: Any, response: Any, body: bytes) -> Any:
 
 
 def _text_of(body: str) -> str:
-    """The content of the first choice."""
+    """Content of the first choice."""
     try:
         text = parse_json(body, "", lax=True)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError) as error:
@@ -217,5 +216,5 @@ def _text_of(body: str) -> str:
         raise EndpointError(f"the answer is {kind}: {body[:100]!r}", body[:SHOWN]) from None
     if not isinstance(text, str) or not text.strip():
         raise EndpointError("the answer holds no text", body[:SHOWN])
-    # Half of a surrogate pair ("\ud83d" in JSON) is no character: no file could hold it.
+    # Half of a surrogate pair ("\ud83d" in JSON) cannot be written to a file.
     return text.encode("utf-8", "replace").decode()

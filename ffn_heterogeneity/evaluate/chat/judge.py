@@ -1,12 +1,13 @@
 """A language model as the judge of chat answers, behind an OpenAI-compatible endpoint.
 
 Single: a rating from 1 to 10 of every turn, "[[8]]". Pairwise: which of two models' answers is
-better, "[[A]]", "[[B]]" or "[[C]]" for neither, asked twice with the places swapped; a model wins
-where both say so, everything else is a tie. Where a judge writes several, its last one counts.
+better, "[[A]]", "[[B]]" or "[[C]]" for neither. Each pair is judged twice, with the order swapped;
+a model wins if both verdicts agree on it, otherwise it is a tie. If a judge writes several
+verdicts, the last counts.
 
-Rows have FastChat's form. A call that brings no judgment (time-out, HTTP error, no JSON, no rating)
-is never a row but a line of failed.jsonl, with the reason and what came back; the next run of the
-same command asks again. The key is read from the environment and taken out of all that is written.
+Rows have FastChat's form. A call without a judgment (time-out, HTTP error, no JSON, no rating) is
+not a row but a line of failed.jsonl, with the reason and the response; the next run of the same
+command asks again. The key is read from the environment and redacted in all output.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_from
 
 MODES = ("single", "pairwise")
-# Categories whose answers are right or wrong: MT-bench's authors show the judge a reference. And
-# those that Spec-Bench adds; its qa has no references.
+# Categories with right and wrong answers, for which MT-bench's authors show the judge a reference,
+# and those that Spec-Bench adds (its qa has no references).
 REFERENCE_CATEGORIES = frozenset(
     ["math", "reasoning", "coding", "translation", "summarization", "math_reasoning", "rag"]
 )
 REFERENCE_FILES = ("reference_gpt4.jsonl", "reference_answer/gpt-4.jsonl")
-# Pairs are judged twice, with their places changed: {what a game's fields begin with: the order}.
+# Pairs are judged twice, in both orders: {prefix of a game's fields: the order}.
 GAMES = {"g1_": (0, 1), "g2_": (1, 0)}
 WINNERS = {
     "g1_": {"A": "model_1", "B": "model_2", "C": "tie"},
@@ -48,7 +49,7 @@ FORMS = {"single": "single", "pairwise": "pair"}
 
 
 class Job(NamedTuple):
-    """One row to be: a question's first or second turn, and every model's answers up to it."""
+    """One future row: a question's first or second turn, and every model's answers up to it."""
 
     question: conversations.Question
     turn: int  # from 1
@@ -62,7 +63,7 @@ class Job(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeSettings:
-    """Settings that `configs/judge.py` explains."""
+    """Settings of `configs/judge.py`."""
 
     mode: str
     benchmark: str
@@ -87,16 +88,16 @@ class JudgeSettings:
 
     @classmethod
     def of(cls, config: ConfigDict) -> JudgeSettings:
-        """The settings in a config; the endpoint's key is read from the environment.
+        """Return the settings of a config; the endpoint's key is read from the environment.
 
         Raises:
-          ValueError: the key is not there; or a setting is unusable.
+          ValueError: the key is missing, or a setting is invalid.
         """
         key = os.environ.get(config.key_env, "").strip() if config.key_env else ""
         if config.key_env and not key:
             raise ValueError(
                 f"the environment variable {config.key_env}, which key_env names, is not set; "
-                "--config.key_env= (empty) is for an endpoint that wants no key"
+                "--config.key_env= (empty) is for an endpoint without a key"
             )
         if not config.judge_model:
             raise ValueError("give --config.judge_model=<the judge's name at the endpoint>")
@@ -108,16 +109,16 @@ class JudgeSettings:
 
 
 def run(settings: JudgeSettings, load: Any, workdir: epath.Path) -> dict[str, Any]:
-    """Judges the answers that are not judged yet, without a model; returns the results.
+    """Judge the answers without saved judgments; return the results.
 
     Raises:
-      ValueError (DataError): a file is unusable; never because of a judge's answer.
+      ValueError (DataError): an invalid file; never because of a judge's answer.
     """
     jobs, models, unanswered = read_jobs(settings)
     judge = Judge(settings, models)
     path = workdir / "model_judgment" / f"{judge.file_name}_{FORMS[settings.mode]}.jsonl"
     old = {(row["question_id"], row["turn"]): row for row in read_rows(path)}
-    # A judgment of other answers is none of these.
+    # Saved judgments of other answers are ignored.
     rows = {job.key: old[job.key] for job in jobs if judge.is_of(old.get(job.key, {}), job)}
     failures, tried = read_rows(workdir / "failed.jsonl"), {}
 
@@ -157,7 +158,7 @@ def run(settings: JudgeSettings, load: Any, workdir: epath.Path) -> dict[str, An
 
 
 def read_jobs(settings: JudgeSettings) -> tuple[list[Job], list[str], int]:
-    """The jobs to be judged, the models' names, and the number of questions without an answer."""
+    """Return the jobs, the models' names, and the number of questions without an answer."""
     files = [path for path in (settings.answers, settings.baseline) if path]
     names, answers = zip(*map(conversations.read_answers, files), strict=True)
     if len(set(names)) < len(names):
@@ -182,7 +183,7 @@ def read_jobs(settings: JudgeSettings) -> tuple[list[Job], list[str], int]:
 
 
 class Judge:
-    """`judge(job) -> row`: FastChat's, or with "error" where there is no judgment."""
+    """`judge(job) -> row` in FastChat's form, or with "error" if there is no judgment."""
 
     def __init__(self, settings: JudgeSettings, models: Sequence[str]):
         self.endpoint, self.name = settings.endpoint, settings.endpoint.model
@@ -209,13 +210,13 @@ class Judge:
         return row
 
     def is_of(self, row: Mapping[str, Any], job: Job) -> bool:
-        """True if a row judges just this: the same models, and the same answers in its prompts."""
+        """True if a row judges this job: the same models, and the same answers in its prompts."""
         prompts = self._prompts(job).items()
         asked = self._names | {f"{game}user_prompt": prompt for game, (_, prompt) in prompts}
         return all(row.get(key) == value for key, value in asked.items())
 
     def _prompts(self, job: Job) -> dict[str, tuple[str, str]]:
-        """{what the fields begin with: (the prompt's name, the prompt)}."""
+        """{prefix of the fields: (the prompt's name, the prompt)}."""
         turns, answers, reference = job.question.turns, job.answers, job.reference
         if self.single:
             return {"": judge_prompts.single(turns, answers[0], reference)}
@@ -225,7 +226,7 @@ class Judge:
         }
 
     def _ask(self, prompt: str, read: Callable[[str], Any]) -> tuple[Any, str, str]:
-        """(what was read, the judge's text, why there is nothing to read)."""
+        """Ask the judge: (value read from the text, the text, the error or "")."""
         try:
             text = self.endpoint.ask(judge_prompts.SYSTEM, prompt)
         except EndpointError as error:
@@ -261,9 +262,9 @@ def _means(scores: np.ndarray, labels: Sequence[Any]) -> dict[str, float]:
 
 
 def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, Any]:
-    """Wins, losses and ties of the first model; win_rate counts a tie as half, Wilson's interval.
+    """Wins, losses and ties of the first model; win_rate counts a tie as half (Wilson's interval).
 
-    inconsistent: rows where the judge's two verdicts differ (ties all of them).
+    inconsistent: rows whose two verdicts differ (all of them ties).
     """
     pairs = [(row["g1_winner"], row["g2_winner"]) for row in rows]
     wins, losses = pairs.count(("model_1",) * 2), pairs.count(("model_2",) * 2)
@@ -279,7 +280,7 @@ def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, 
 def _judge_all(
     judge: Judge, jobs: Sequence[Job], keep: Callable[[Job, dict], bool], settings: JudgeSettings
 ) -> None:
-    """Asks for all jobs, some at once; `keep` takes every row as it comes."""
+    """Run all jobs, several in parallel; `keep` is called with every row."""
     pool = concurrent.futures.ThreadPoolExecutor(settings.workers)
     asked = {pool.submit(judge, job): job for job in jobs}
     in_a_row, seen = 0, set()
@@ -289,12 +290,12 @@ def _judge_all(
             seen.add(future)
             in_a_row = 0 if keep(asked[future], future.result()) else in_a_row + 1
             if settings.give_up_after and in_a_row >= settings.give_up_after:
-                print(f"{in_a_row} failures in a row: the rest is not asked", file=sys.stderr)
+                print(f"{in_a_row} failures in a row: the rest is skipped", file=sys.stderr)
                 break
     finally:
         judge.endpoint.stop()
         pool.shutdown(wait=in_a_row > 0, cancel_futures=True)
-    for future, job in asked.items():  # calls that were under way
+    for future, job in asked.items():  # calls in progress
         if future not in seen and not future.cancelled():
             keep(job, future.result())
 
@@ -308,7 +309,7 @@ def _references(benchmark: str, data_root: str) -> dict[Any, list[str]]:
 
 
 def _report(results: Mapping[str, Any], workdir: epath.Path) -> None:
-    """Prints findings on stdout, and on stderr what is missing."""
+    """Print results on stdout, and missing judgments on stderr."""
     if results["mode"] == "single":
         score = results["score"]
         print("no ratings" if score is None else f"score {score:.2f}")

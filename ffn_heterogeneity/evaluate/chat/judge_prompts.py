@@ -1,4 +1,4 @@
-"""A judge's prompts, and reading its answers. The words are ours, the marks MT-bench's."""
+"""Prompts of a judge, and parsing of its answers (our wording, MT-bench's verdict marks)."""
 
 import re
 from collections.abc import Sequence
@@ -53,10 +53,10 @@ def pair(
 
 
 def rating(text: str) -> float:
-    """The last [[number]] of a judgment (else the last [number]).
+    """Return the last [[number]] of a judgment (else the last [number]).
 
     Raises:
-      ValueError: there is none, or it is outside 1 to 10.
+      ValueError: no number, or one outside 1 to 10.
     """
     found = _RATING.findall(text) or _LOOSE_RATING.findall(text)
     if not found:
@@ -68,10 +68,10 @@ def rating(text: str) -> float:
 
 
 def verdict(text: str) -> str:
-    """The last of [[A]], [[B]] and [[C]] in a judgment.
+    """Return the last of [[A]], [[B]] and [[C]] in a judgment.
 
     Raises:
-      ValueError: there is none.
+      ValueError: no verdict.
     """
     found = _VERDICT.findall(text)
     if not found:

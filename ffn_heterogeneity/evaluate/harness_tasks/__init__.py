@@ -3,20 +3,20 @@
     pack = make_task_pack("data", ["piqa", "gsm8k", "mmlu"])
     lm_eval.simple_evaluate(model=lm, **pack._asdict())
 
-Prompts, metrics and splits are those of the harness's own task files, as installed. Three tasks
-have files here: MBPP, whose programs run in the sandbox, and two of LongBench. `forms.TASKS` lists
-the tasks, the folders of their rows and the forms that are read: the data set's on the hub, and
-others in which it is published.
+Prompts, metrics and splits are those of the installed harness's task files. Three tasks have files
+here: MBPP, whose programs run in the sandbox, and two of LongBench. `forms.TASKS` lists the tasks,
+the folders of their rows and the accepted forms: that of the data set on the hub, and other
+published forms.
 
 Questions are in `<folder>/<split>.jsonl`, where the split is the one that the harness evaluates.
 Few-shot examples come from the training file (`train`, MMLU's `dev`, MBPP's `prompt`). If there is
-none, or its rows have another form, they come from the evaluation file without the question being
-asked: a warning says so, and `metadata.fewshot_file` of the results names the file. `fewshot_from`
-makes it "train" (or an error) or "evaluation". MBPP's are tasks 2, 3 and 4 first, MMLU's the first
-of the subject, all others are drawn by the harness's seed.
+none, or its rows have another form, they come from the evaluation file, excluding the current
+question; then a warning is logged, and `metadata.fewshot_file` of the results names the file.
+`fewshot_from` forces "train" (or an error) or "evaluation". MBPP uses tasks 2, 3 and 4 first, MMLU
+the first rows of the subject; all other examples are drawn with the harness's seed.
 
-Numbers of examples by default: MMLU, TriviaQA, NQ-open and GSM8K 5, HellaSwag 10, MBPP
-3, all others 0.
+Default numbers of examples: MMLU, TriviaQA, NQ-open and GSM8K 5, HellaSwag 10, MBPP 3, all others
+  0.
 """
 
 import contextlib
@@ -53,20 +53,20 @@ def make_task_pack(
     fewshot_from: str = "auto",
     allow_code: bool = False,
 ) -> TaskPack:
-    """The named tasks and groups, with their rows read and checked.
+    """Return the named tasks and groups, with their rows read and checked.
 
     Args:
       data_root: directory with a folder for every task.
-      names: of `forms.TASKS`; "mmlu" is all subjects, "mmlu_stem" a group, "mmlu_virology" one.
-      num_fewshot: examples before every question; None: each task's own number.
+      names: names of `forms.TASKS`; "mmlu" is all subjects, "mmlu_stem" a group, "mmlu_virology"
+        one.
+      num_fewshot: examples before every question; None: each task's default.
       fewshot_from: "auto", "train" or "evaluation", see above.
-      allow_code: whether programs written by the model may be run (in the sandbox); without it
-        MBPP is rejected.
+      allow_code: whether generated programs may be run (in the sandbox); required for MBPP.
 
     Raises:
       DataError: an unknown name (with the nearest ones), a missing file (with the path expected),
         an empty or non-UTF-8 file, a row without a field (with its line), too few rows for the
-        examples asked for, or code that nobody allowed.
+        requested examples, or code that is not allowed.
       ImportError: the harness is not installed (the extra `eval`).
     """
     names = [names] if isinstance(names, str) else names
@@ -83,7 +83,7 @@ def make_task_pack(
 
 @functools.cache
 def _index() -> Mapping[str, Any]:
-    """{name: the harness's entry} of the tasks, groups and tags in the folders that are used."""
+    """{name: the harness's entry} of the tasks, groups and tags in the used folders."""
     with extra("eval"):
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -94,22 +94,22 @@ def _index() -> Mapping[str, Any]:
 
 
 def _members(name: str) -> list[str]:
-    """The tasks and groups in a group of MMLU's; none of a task."""
+    """The tasks and groups in a group of MMLU; [] for a task."""
     entry = _index()[name]
     found = []
     for member in entry.cfg["task"] if "group" in (entry.cfg or {}) else ():
-        tasks = sorted(_index()[member].tags)  # a tag is its tasks
+        tasks = sorted(_index()[member].tags)  # a tag means its tasks
         found += tasks if _index()[member].yaml_path is None else [member]
     return found
 
 
 def _leaves(names: Sequence[str]) -> list[str]:
-    """The tasks that tasks and groups are made of, in order."""
+    """All tasks of the given tasks and groups, in order."""
     return [leaf for name in names for leaf in _leaves(_members(name)) or [name]]
 
 
 def _build(reader: Reader, name: str, num_fewshot: int | None) -> Any:
-    """The harness's task, or its `Group` of them."""
+    """Return the harness's task, or its `Group` of tasks."""
     members = _members(name)
     if not members:
         return _task(reader, name, num_fewshot)
@@ -136,7 +136,7 @@ def _task(reader: Reader, name: str, num_fewshot: int | None) -> Any:
     rows, path = reader.evaluation(local, split, subject)
     process = settings.pop("process_docs", lambda rows: rows)
     data, files = {split: process(datasets.Dataset.from_list(rows))}, {"evaluation_file": path}
-    if not count:  # or the harness would read the training file
+    if not count:  # otherwise the harness would read the training file
         settings |= {"training_split": None, "fewshot_split": None}
         settings["fewshot_config"] = {"samples": []}
     else:
@@ -147,7 +147,7 @@ def _task(reader: Reader, name: str, num_fewshot: int | None) -> Any:
             data[train or "train"] = process(datasets.Dataset.from_list(examples))
             settings["fewshot_split"] = settings.get("fewshot_split") if train else "train"
         elif len(rows) > count:
-            # The harness leaves the question out where both splits agree, also if both are None.
+            # The harness excludes the question if both splits are equal, also if both are None.
             settings |= {"training_split": None, "fewshot_split": settings.get("test_split")}
         else:
             raise DataError(
@@ -161,7 +161,7 @@ def _task(reader: Reader, name: str, num_fewshot: int | None) -> Any:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """A context without the harness's warnings about its task files, two per task."""
+    """Context that suppresses the harness's warnings about its task files, two per task."""
     log = logging.getLogger("lm_eval.api.task")
     before, log.disabled = log.disabled, True
     try:
@@ -173,7 +173,7 @@ def _quietly() -> Iterator[None]:
 def checked_names(
     names: list[str], data_root: str, num_fewshot: int | None, fewshot_from: str, allow_code: bool
 ) -> list[str]:
-    """The names, if `make_task_pack` can make them; no row is read. Arguments, errors as there."""
+    """Check the names without reading rows; arguments and errors as in `make_task_pack`."""
     groups = [name for name in _index() if name.startswith("mmlu_") and _index()[name].yaml_path]
     known = sorted({*TASKS, *groups})
     for name in names:
@@ -196,10 +196,10 @@ def checked_names(
                 "mbpp runs programs written by the model; set allow_code=True (--config."
                 "allow_code_execution=true) to allow it, in a sandbox, or leave the task out"
             )
-        # Tried now: it would be missed only after everything has been generated.
+        # Tried now, because it is needed only after everything has been generated.
         if (mechanism := sandbox.available()).name == "none":
             raise DataError(
-                "mbpp runs programs that the model wrote, and nothing here can lock them in "
+                "mbpp runs generated programs, and no sandbox is available for them "
                 f"({mechanism.reason}): {sandbox.WAY_OUT}, or leave the task out"
             )
     return names

@@ -1,7 +1,7 @@
-"""Rows of local files -> rows of the harness's own data sets, from each form that is published.
+"""Conversion of rows of local files, in each published form, to rows of the harness's data sets.
 
-A form takes one row and returns the fields that the task reads, or None for a row that is no part
-of the task. A missing field, another type or an answer that is none is a `DataError`.
+A form takes one row and returns the fields that the task reads, or None for a row that does not
+belong to the task. A missing field, a wrong type or an invalid answer is a `DataError`.
 """
 
 import ast
@@ -15,7 +15,7 @@ from ffn_heterogeneity.data.tasks.mbpp import prompt_of, setup_of, tests_of
 from ffn_heterogeneity.data.tasks.superglue import CB_WORDS, COPA_WORDS, RTE_WORDS
 from ffn_heterogeneity.wording import check_choice
 
-# LongBench's longest answers, in tokens.
+# LongBench's maximum answer lengths, in tokens.
 QA_TOKENS = {
     **dict.fromkeys(("2wikimqa", "hotpotqa", "musique", "triviaqa"), 32),
     "multifieldqa_en": 64,
@@ -35,7 +35,7 @@ def index_of(row: Row, field: str, words: int | list[str] | tuple[str, ...], fir
     if isinstance(value, int) and 0 <= value - first < count:
         return value - first
     raise DataError(
-        f"field {field!r} is {value!r:.40}, which is no answer (test sets are published without)"
+        f"field {field!r} is {value!r:.40}, which is not an answer (test sets have none)"
     )
 
 
@@ -54,7 +54,7 @@ def texts(
 
 
 def mbpp(row: Row) -> Row:
-    """A row of the full set ("text") or the sanitized one ("prompt"); programs stay as they are."""
+    """A row of the full set ("text") or the sanitized one ("prompt"); programs are unchanged."""
     return {
         "task_id": value_of(row, "task_id", int, "a number"),
         "prompt": prompt_of(row, text_of(row, "text" if "text" in row else "prompt")),
@@ -83,7 +83,7 @@ def hellaswag(row: Row) -> Row:
 
 
 def arc(row: Row) -> Row:
-    """The hub's form, the official one (question.stem), or all in a text: "Answer1: ..."."""
+    """The hub's form, the official one (question.stem), or all in one text: "Answer1: ..."."""
     if "instruction" in row:
         return _arc_of_text(text_of(row, "instruction"), text_of(row, "answer"))
     if isinstance(row.get("question"), Mapping):
@@ -106,9 +106,9 @@ def winogrande(row: Row) -> Row:
 
 
 def triviaqa(row: Row) -> Row:
-    """The hub's form, or "Question: ...\\nAnswer:" with aliases; then the answer is the first.
+    """The hub's form, or "Question: ...\\nAnswer:" with aliases, of which the first is the answer.
 
-    The published question ends in its own question mark, and the prompt adds one (as the stock
+    The published question ends with a question mark, and the prompt adds another (as the harness's
     task does).
     """
     if "question" in row:
@@ -133,7 +133,7 @@ def longbench(row: Row) -> Row:
 
 
 def minilongbench_qa(row: Row) -> Row | None:
-    """MiniLongBench's English questions, its other tasks left out; prompts are as published."""
+    """MiniLongBench's English questions, without its other tasks; prompts are as published."""
     dataset = text_of(row, "dataset")
     if dataset not in QA_TOKENS:
         return None
@@ -152,7 +152,7 @@ def boolq(row: Row) -> Row:
 
 
 def race(row: Row) -> Row | None:
-    """Articles with all their problems, or one question a row (then those of high school only)."""
+    """Articles with all their problems, or one question per row (then only high school)."""
     problems: Any = [row]
     if "problems" in row:
         problems = row["problems"]
@@ -160,7 +160,7 @@ def race(row: Row) -> Row | None:
             try:
                 problems = ast.literal_eval(problems)
             except (SyntaxError, ValueError) as error:
-                raise DataError(f"field 'problems' is no list: {problems!r:.40}") from error
+                raise DataError(f"field 'problems' is not a list: {problems!r:.40}") from error
         if not isinstance(problems, list) or not problems:
             raise DataError("field 'problems' is not a list of one or more problems")
     elif "example_id" in row and not text_of(row, "example_id").startswith("high"):
@@ -208,7 +208,7 @@ def wic(row: Row) -> Row:
 
 
 def _arc_of_text(instruction: str, answer: str) -> Row:
-    """From "...: <question>\\n\\nAnswer1: <a> Answer2: <b>\\n\\nAnswer format: answer1/answer2"."""
+    """Parse "...: <question>\\n\\nAnswer1: <a> Answer2: <b>\\n\\nAnswer format: answer1"."""
     form = r".*?: (.*)\n\nAnswer1: (.*)\n\nAnswer format: (.*)"
     match = re.fullmatch(form, instruction, re.DOTALL)
     names, choices = [], []
@@ -237,11 +237,11 @@ class LocalTask(NamedTuple):
     """A task's file and its rows.
 
     Attributes:
-      stock: folder of the harness's own task files; "": the task file is in this folder.
-      folder: of its rows, under the root.
-      form: reads a row.
-      shots: examples before each question; None: as many as the task file says.
-      also: names of the file of questions where the task's split has none.
+      stock: folder of the harness's task files; "": the task file is in this folder.
+      folder: folder of its rows, under the root.
+      form: function that reads a row.
+      shots: examples before each question; None: the task file's number.
+      also: further names of the file of questions.
     """
 
     stock: str
@@ -251,7 +251,7 @@ class LocalTask(NamedTuple):
     also: tuple[str, ...] = ()
 
 
-# Of MMLU, all groups and subjects are read as "mmlu".
+# All groups and subjects of MMLU are read as "mmlu".
 TASKS = {
     "arc_challenge": LocalTask("arc", "arc_challenge", arc),
     "arc_easy": LocalTask("arc", "arc_easy", arc),

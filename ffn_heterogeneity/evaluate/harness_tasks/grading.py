@@ -7,7 +7,7 @@ from ffn_heterogeneity.evaluate.answer_metrics import normalize_squad, rouge_l, 
 
 
 def mbpp(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Runs one program in the sandbox; only tasks made with `allow_code` come here."""
+    """Run one program in the sandbox; called only for tasks made with `allow_code`."""
     from ffn_heterogeneity.evaluate import code_metrics
 
     judged = code_metrics.run_solution(results[0], doc["test_list"], doc["setup"], allow=True)
@@ -15,12 +15,12 @@ def mbpp(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
 
 
 def longbench_summary(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """The best ROUGE-L over the reference summaries."""
+    """Best ROUGE-L over the reference summaries."""
     return {"rouge_l": max(rouge_l(results[0], answer) for answer in doc["answers"])}
 
 
 def longbench_qa(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """The best F1 over the answers; LongBench scores the first line of TriviaQA's alone."""
+    """Best F1 over the answers; for TriviaQA, LongBench scores only the first line."""
     said = results[0]
     if doc["dataset"] == "triviaqa":
         said = said.lstrip("\n").split("\n")[0]

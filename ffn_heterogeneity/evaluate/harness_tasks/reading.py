@@ -1,4 +1,4 @@
-"""Files of a task -> its rows: the questions, and the examples that may stand before them."""
+"""Reading of a task's files: the questions and the few-shot examples."""
 
 import functools
 import logging
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class Reader:
-    """Reads files, each once.
+    """Reader of files, each once.
 
     Args:
       root: directory with a folder for every task.
@@ -32,19 +32,18 @@ class Reader:
         self._warned: set[str] = set()
 
     def evaluation(self, local: LocalTask, split: str, subject: str = "") -> tuple[Rows, str]:
-        """The questions, and the file they are in."""
+        """Return the questions, and their file."""
         path = self._first(local.folder, (split, *local.also))
         return self._rows(path, local, subject), path
 
     def fewshot(
         self, local: LocalTask, split: str, count: int, subject: str = ""
     ) -> tuple[Rows | None, str]:
-        """The examples and their file; None: they are to come from the evaluation rows."""
+        """Return the examples and their file; None: use the evaluation rows."""
         if self.fewshot_from == "evaluation":
             return None, ""
         path = self._first(local.folder, (split,), required=self.fewshot_from == "train")
-        # Another form altogether is no mistake; a file that cannot be read, or a bad row further
-        # down, is one.
+        # Another form of the first row is not an error; an unreadable file or a bad row later is.
         other = self._other_form(path, local) if path else "no training file"
         if other and self.fewshot_from == "auto":
             if local.folder not in self._warned:
@@ -76,7 +75,7 @@ class Reader:
         return ""
 
     def _other_form(self, path: str, local: LocalTask) -> str:
-        """Why the first row is none of the forms that the task knows; "" if it is one."""
+        """Describe why the first row has none of the task's forms; "" if it has one."""
         source = self._source(path)
         try:
             local.form(source[0])
@@ -89,11 +88,11 @@ class Reader:
         return [dict(row) for row in rows if row is not None]
 
     def _rows(self, path: str, local: LocalTask, subject: str) -> Rows:
-        """The rows of a file that are part of the task (of one subject of MMLU)."""
+        """Rows of a file that belong to the task (for MMLU, to one subject)."""
         rows = self._all_rows(path, local)
         if subject:
             rows = [row for row in rows if row["subject"] == subject]
         if not rows:
             wanted = f" with subject {subject!r}" if subject else ""
-            raise DataError(f"{path}: no question{wanted} in it for this task")
+            raise DataError(f"{path}: no question{wanted} for this task")
         return rows

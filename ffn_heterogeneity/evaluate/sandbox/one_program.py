@@ -1,4 +1,4 @@
-"""One program in one sandbox: starts it, reads what it says, ends it, says how it went."""
+"""One program in one sandbox: start, supervision within limits, end and outcome."""
 
 import contextlib
 import dataclasses
@@ -15,12 +15,12 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CHILD, KERNEL = HERE / "sandbox_child.py", HERE / "sandbox_kernel.py"
-# The directory is last: a module of ours must not stand in for one of the standard library.
+# The directory is last, so that our modules do not shadow the standard library.
 BOOT = (
     "import sys; sys.path.append(sys.argv[1]); import sandbox_child; "
     "sys.path.pop(); sandbox_child.main()"
 )
-# What the keeper's exit status says (sandbox_child.py), should the token not say "passed".
+# Meaning of the keeper's exit status (sandbox_child.py), if the token does not show "passed".
 STATUSES = ("failed", "failed", "timeout", "memory", "killed")
 NOT_SET_UP = "the sandbox could not be set up: "
 SETUP_SECONDS = 60.0
@@ -31,22 +31,22 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
 class SandboxError(ValueError):
-    """Nobody allowed the program to run, or it cannot be locked in here. It was not run."""
+    """The program was not run: it was not allowed, or no sandbox is available."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of one program, its children included unless said otherwise.
+    """Limits of one program, including its children unless stated otherwise.
 
     Attributes:
-      wall_seconds: from its first line on; ample, so that a busy machine changes no score.
-      cpu_seconds: of each process (MBPP's slowest reference solution takes 4).
+      wall_seconds: time from its first line on; generous, so that a busy machine changes no score.
+      cpu_seconds: CPU time of each process (MBPP's slowest reference solution takes 4 s).
       memory_bytes: address space of each process.
-      file_bytes: of each file it writes.
-      disk_bytes, files: what its /tmp holds (in memory).
-      processes: at one time, threads counted.
-      open_files: of each process.
-      output_bytes: printed to stdout and stderr; more ends it.
+      file_bytes: size of each file that it writes.
+      disk_bytes, files: total size and number of files in its /tmp (in memory).
+      processes: simultaneous processes and threads.
+      open_files: open files of each process.
+      output_bytes: output to stdout and stderr; the program is ended beyond it.
     """
 
     wall_seconds: float = 30.0
@@ -68,10 +68,10 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The end of a program.
+    """Outcome of a program.
 
     Attributes:
-      passed: it ran to its last line, within its limits.
+      passed: whether it ran to its last line, within its limits.
       status: "passed", "failed" (an exception, or an end before the last line), "timeout",
         "memory" (a MemoryError), "output" (printed too much), "killed" (by a signal).
       stdout, stderr: the last TAIL bytes of each, as text.
@@ -86,7 +86,7 @@ class Outcome:
 
 
 def views() -> list[tuple[str, str]]:
-    """(real path, path inside) of what a program sees: Python's own files, system libraries."""
+    """(real path, path inside) of the files that a program sees: Python and system libraries."""
     prefix, config = sys.base_prefix, sysconfig.get_config_vars()
     wanted = [os.path.dirname(os.__file__), config.get("DESTSHARED"), config.get("LIBDIR")]
     wanted += [f"{prefix}/lib", f"{prefix}/lib64", "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
@@ -105,13 +105,13 @@ def _command(mechanism: str, order: dict) -> list[str]:
         return [*run, str(HERE)]
     bwrap = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--as-pid-1"]
     bwrap += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    if os.geteuid() != 0:  # root becomes another user inside, whom its own namespace would lack
+    if os.geteuid() != 0:  # root becomes another user, unknown in a new user namespace
         bwrap += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
     bwrap += ["--perms", "1777", "--size", str(order["disk_bytes"]), "--tmpfs", "/tmp"]
     bound = [("--ro-bind", *view) for view in [*order["views"], (python, python)]]
     bound += [("--ro-bind", str(file), f"/sandbox/{file.name}") for file in (CHILD, KERNEL)]
     bound += [("--dev-bind", device, device) for device in DEVICES]
-    # Left to itself, it makes directories for its own user only.
+    # By default, it creates directories that only its user can read.
     for directory in sorted({str(up) for _, _, path in bound for up in Path(path).parents} - {"/"}):
         bwrap += ["--perms", "0755", "--dir", directory]
     bwrap += [word for words in bound for word in words]
@@ -119,7 +119,7 @@ def _command(mechanism: str, order: dict) -> list[str]:
 
 
 def run_once(mechanism: str, program: str, limits: Limits) -> Outcome:
-    """Runs a program and returns how it ended, with nothing of it left.
+    """Run a program and return its outcome; none of its processes remain.
 
     Raises:
       SandboxError: the sandbox could not be set up; the program did not start.
@@ -130,13 +130,13 @@ def run_once(mechanism: str, program: str, limits: Limits) -> Outcome:
         "token": secrets.token_hex(16),
         "views": views(),
         "devices": DEVICES,
-        # Of the same user and namespace: the keeper and, unless that is root, the launcher.
+        # Processes of the same user and namespace: the keeper and, unless root, the launcher.
         "others": 2 if mechanism == "namespaces" and os.geteuid() != 0 else 1,
-        # Where users are not counted by namespace, programs must not share one.
+        # If processes are not counted per namespace, programs must not share a user.
         "uid": 10**9 + secrets.randbelow(10**9) if mechanism == "bwrap" else NOBODY,
     }
     environment = {"PYTHONHASHSEED": "0"}
-    if "LD_LIBRARY_PATH" in os.environ:  # the interpreter itself may need it; removed inside
+    if "LD_LIBRARY_PATH" in os.environ:  # the interpreter may need it; removed inside
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     reader, writer = os.pipe()
     order["status"] = writer
@@ -158,9 +158,9 @@ def run_once(mechanism: str, program: str, limits: Limits) -> Outcome:
         os.close(writer)
     watch = _Supervisor(process, reader, limits)
     try:
-        with contextlib.suppress(OSError):  # where memory runs out, this goes first
+        with contextlib.suppress(OSError):  # so that this process is killed first without memory
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
-        with contextlib.suppress(BrokenPipeError):  # it says why by other ways
+        with contextlib.suppress(BrokenPipeError):  # the reason comes through other channels
             process.stdin.write(json.dumps(order).encode() + b"\n")
             process.stdin.flush()
         cut = watch.until_end()
@@ -170,7 +170,7 @@ def run_once(mechanism: str, program: str, limits: Limits) -> Outcome:
 
 
 class _Supervisor:
-    """Reads what a sandbox says, bounded, and ends it at its limits."""
+    """Reader of a sandbox's output, with limits; ends the sandbox at its limits."""
 
     def __init__(self, process: subprocess.Popen, reader: int, limits: Limits):
         self.process, self.reader, self.limits = process, reader, limits
@@ -183,7 +183,7 @@ class _Supervisor:
         self.started: float | None = None
 
     def until_end(self) -> str | None:
-        """Returns when the sandbox closed its pipes, or with the name of the limit it met."""
+        """Wait until the sandbox closes its pipes, or return the name of the exceeded limit."""
         deadline = time.monotonic() + SETUP_SECONDS
         while self.selector.get_map():
             self.read(deadline)
@@ -208,11 +208,11 @@ class _Supervisor:
             self.seconds = time.monotonic() - self.started
 
     def stop(self) -> None:
-        """Returns when nothing of the sandbox is left."""
+        """End the sandbox; return when none of its processes are left."""
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()  # the keeper's sign to end
+            self.process.stdin.close()  # signals the keeper to end
         ends = time.monotonic() + STOP_SECONDS
-        # Its pipes end with the last process in it that held them.
+        # Its pipes close with its last process that has them open.
         while self.selector.get_map() and time.monotonic() < ends:
             for key, _ in self.selector.select(max(0.0, ends - time.monotonic())):
                 if not os.read(key.fd, 1 << 16):
@@ -228,7 +228,7 @@ class _Supervisor:
             pipe.close()
 
     def outcome(self, cut: str | None, token: str) -> Outcome:
-        """Raises: SandboxError: the program never started."""
+        """Return the outcome; raise SandboxError if the program never started."""
         status, code = self.tails["status"], self.process.returncode
         stdout = self.tails["stdout"].decode(errors="replace")
         stderr = self.tails["stderr"].decode(errors="replace")

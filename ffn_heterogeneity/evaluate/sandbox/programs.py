@@ -1,15 +1,15 @@
-"""Runs programs a model wrote, locked in: no network, no files but its own, bounded in everything.
+"""Sandbox for generated programs: no network, only their own files, limits on all resources.
 
-Each program runs in its own bubblewrap (`bwrap`) or, where that is not installed, in its own user,
-process, mount, network, ipc and host-name namespaces, as an unprivileged user without capabilities
-behind a filter of system calls (sandbox_child.py and sandbox_kernel.py beside this file). It sees
-Python's standard library and the system's libraries, read-only, an empty environment, and a /tmp of
-its own in memory. Where neither works, or nobody allowed it, nothing is run.
+Each program runs in a separate bubblewrap (`bwrap`) or, if that is not installed, in separate user,
+process, mount, network, ipc and host-name namespaces. It is an unprivileged user without
+capabilities behind a filter of system calls (sandbox_child.py and sandbox_kernel.py). It sees
+Python's standard library and the system's libraries, read-only, an empty environment, and a private
+/tmp in memory. If neither mechanism works, or code execution is not allowed, nothing is run.
 
-What this does not stop: holes in the kernel itself; a program that takes its limits (processes x
-memory_bytes at most) on a machine with less memory; one made to cheat its tests, such as a class
-equal to everything, or a hunt through the interpreter for the token that proves the last line was
-reached. Under bubblewrap the number of files in /tmp is bounded by time only.
+The sandbox does not protect against: bugs in the kernel; a program that uses all its limits (at
+most processes x memory_bytes) on a machine with less memory; a program that cheats its tests, e.g.
+with a class that equals everything, or by searching the interpreter for the token that proves that
+the last line was reached. With bubblewrap, only time limits the number of files in /tmp.
 """
 
 import functools
@@ -35,11 +35,11 @@ WAY_OUT = (
 
 
 class Mechanism(NamedTuple):
-    """A mechanism that locks programs in.
+    """A sandbox mechanism.
 
     Attributes:
       name: "bwrap", "namespaces" or "none".
-      reason: why not the ones before it.
+      reason: why the mechanisms before it are not used.
     """
 
     name: str
@@ -49,17 +49,17 @@ class Mechanism(NamedTuple):
 def run_code(
     program: str, *, allow: bool, limits: Limits = Limits(), mechanism: str | None = None
 ) -> Outcome:
-    """Runs a Python program in a sandbox.
+    """Run a Python program in a sandbox.
 
-    It is module `program` (`if __name__ == "__main__"` blocks do not run), has the standard
-    library only, no stdin, and the same hash seed every time.
+    It is the module `program` (`if __name__ == "__main__"` blocks do not run), with only the
+    standard library, no stdin, and a fixed hash seed.
 
     Args:
-      allow: whether the user allowed code a model wrote to run (--config.allow_code_execution).
-      mechanism: "bwrap" or "namespaces"; None: what is available.
+      allow: whether the user allowed generated code to run (--config.allow_code_execution).
+      mechanism: "bwrap" or "namespaces"; None: the first available.
 
     Raises:
-      SandboxError: not allowed; no sandbox here; or this one could not be set up.
+      SandboxError: not allowed; no sandbox available; or it could not be set up.
     """
     if allow is not True:
         raise SandboxError(
@@ -74,7 +74,7 @@ def run_code(
     return run_once(mechanism or available().name, program, limits)
 
 
-# What `available` demands of a sandbox before it trusts it.
+# The test program that a sandbox must pass before `available` trusts it.
 PROOF = """
 import os, time
 assert os.getuid() != 0 and not os.environ, "runs as root, or with an environment"
@@ -106,7 +106,7 @@ PROOF_LIMITS = Limits(30.0, 10, 1 << 30, 1 << 20, 1 << 22, 64, 3)
 
 
 def available() -> Mechanism:
-    """The first mechanism that holds here, tried for real once: bubblewrap, then namespaces."""
+    """The first mechanism that passes a test run here (once): bubblewrap, then namespaces."""
     if not sys.platform.startswith("linux"):
         return Mechanism("none", f"the sandbox needs Linux, this is {sys.platform}")
     reasons = []
@@ -120,7 +120,7 @@ def available() -> Mechanism:
 
 @functools.cache
 def failure(name: str) -> str | None:
-    """Why a mechanism cannot be trusted here, in one line; None: it can."""
+    """Describe in one line why a mechanism cannot be trusted here; None if it can."""
     if name == "bwrap" and not shutil.which("bwrap"):
         return "not installed"
     try:

@@ -1,12 +1,12 @@
-"""The sandbox from inside: a bare interpreter that locks itself in and runs one program.
+"""The inside of the sandbox: a bare interpreter that restricts itself and runs one program.
 
     launcher    outside the new process namespace, waits
-    `- keeper   process 1 of the namespace: when it ends, the kernel kills all that is left; it ends
-       |        with the program, or when stdin ends, as it does with whoever asked for the run
+    `- keeper   process 1 of the namespace: when it ends, the kernel kills all other processes; it
+       |        ends with the program, or when stdin ends because the caller ended
        `- the program, under limits
 
-With bubblewrap, it is bwrap that makes the namespaces, and the keeper is what it starts. Standard
-library only; started by `sandbox/programs.py`, which never forks itself (its process has threads).
+With bubblewrap, bwrap makes the namespaces and starts the keeper. Uses only the standard library;
+started by `sandbox/programs.py`, which does not fork (its process has threads).
 """
 
 import json
@@ -21,14 +21,14 @@ from collections.abc import Callable
 
 import sandbox_kernel as kernel
 
-# Exit status of the keeper and the launcher, which nothing inside the namespace can choose.
+# Exit status of the keeper and the launcher, which code inside the namespace cannot choose.
 ENDED, FAILED, TIMEOUT, MEMORY, KILLED, BROKEN = range(6)
 OUT_OF_MEMORY = 97  # exit status of the program, a label only
 READY = b"R"  # then the token, if the last line was reached
 
 
 def main() -> None:
-    """Reads its orders (a line of JSON) from stdin and ends with one of the statuses above."""
+    """Read the order (a line of JSON) from stdin, run it, and end with a status from above."""
     os.environ.clear()
     os.umask(0o022)
     order = json.loads(sys.stdin.buffer.readline())
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def stay_tied() -> None:
-    """Dies with the parent; at once if the one at the other end of stdin is already gone."""
+    """Die with the parent, immediately if the other end of stdin is already closed."""
     kernel.die_with_parent()
     poll = select.poll()
     poll.register(0, 0)
@@ -53,7 +53,10 @@ def stay_tied() -> None:
 
 
 def enter_namespaces(order: dict) -> None:
-    """Returns in the keeper only, alone in a new root directory; the launcher never returns."""
+    """Enter new namespaces; returns only in the keeper, in a new root directory.
+
+    The launcher never returns.
+    """
     write_maps = mapper(order["uid"])
     kernel.call("unshare", kernel.ALL_NAMESPACES)
     write_maps()
@@ -67,10 +70,10 @@ def enter_namespaces(order: dict) -> None:
 
 
 def mapper(inside: int) -> Callable[[], None]:
-    """A function that gives this process its user ids once it is in a user namespace.
+    """Return a function that sets this process's user ids once it is in a user namespace.
 
     Only a process outside may write them, so one is started before. Root keeps all ids, to become
-    `inside` later on; anyone else can have but one, and is `inside` at once.
+    `inside` later; other users can have only one id and become `inside` immediately.
     """
     pid = os.getpid()
     told, tell = os.pipe()
@@ -91,7 +94,7 @@ def mapper(inside: int) -> Callable[[], None]:
 
 
 def map_ids(pid: int, inside: int) -> int:
-    """Writes /proc/<pid>/uid_map and gid_map; returns the error number, 0 if all went well."""
+    """Write /proc/<pid>/uid_map and gid_map; return the error number, or 0."""
     lines = {"setgroups": "deny"}
     lines |= {"uid_map": f"{inside} {os.geteuid()} 1", "gid_map": f"{inside} {os.getegid()} 1"}
     if os.geteuid() == 0:
@@ -110,16 +113,16 @@ def map_ids(pid: int, inside: int) -> int:
 
 
 def launcher(keeper: int, status: int) -> int:
-    """Waits for the keeper: when this returns, all inside are gone."""
-    for shared in (1, 2, status):  # the reader takes the end of all writers for the sandbox's end
+    """Wait for the keeper; when this returns, all processes inside have ended."""
+    for shared in (1, 2, status):  # the reader waits until all writers close
         os.close(shared)
     ended = os.waitpid(keeper, 0)[1]
     return os.WEXITSTATUS(ended) if os.WIFEXITED(ended) else KILLED
 
 
 def keep(order: dict) -> int:
-    """Runs the program in a child and returns how it ended; KILLED when stdin ends before."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 is deaf to what it does not handle
+    """Run the program in a child and return its end status; KILLED if stdin ends before."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores unhandled signals
     if os.getpid() != os.getsid(0):
         os.setsid()
     kernel.drop_privileges(order["uid"])
@@ -135,7 +138,7 @@ def keep(order: dict) -> int:
         if any(fd == 0 for fd, _ in watch.poll(100)):
             return KILLED
         pid = -1
-        while pid and pid != program:  # orphans come to process 1
+        while pid and pid != program:  # orphans become children of process 1
             pid, status, usage = os.wait3(os.WNOHANG)
         if pid:
             return how_ended(status, usage.ru_utime + usage.ru_stime, order["cpu_seconds"])
@@ -144,13 +147,13 @@ def keep(order: dict) -> int:
 def how_ended(status: int, seconds: float, cpu_seconds: int) -> int:
     if os.WIFEXITED(status):
         return {0: ENDED, OUT_OF_MEMORY: MEMORY}.get(os.WEXITSTATUS(status), FAILED)
-    # The kernel counts the time of its limit in ticks, which may differ from the usage it reports.
+    # The kernel counts the limit's time in ticks, which may differ from the reported usage.
     deaf = os.WTERMSIG(status) == signal.SIGKILL and seconds > cpu_seconds / 2
     return TIMEOUT if deaf or os.WTERMSIG(status) == signal.SIGXCPU else KILLED
 
 
 def limit(order: dict) -> None:
-    """Limits that no child of this process can raise."""
+    """Set limits that no child of this process can raise."""
     for what, soft, extra in (
         (resource.RLIMIT_AS, order["memory_bytes"], 0),
         (resource.RLIMIT_CPU, order["cpu_seconds"], 1),  # first SIGXCPU, a second later SIGKILL
@@ -166,10 +169,10 @@ def limit(order: dict) -> None:
 
 
 def run_program(order: dict) -> None:
-    """Runs the program as module `program`; its last line reached, writes the token. Never returns.
+    """Run the program as module `program`, and write the token after its last line; never returns.
 
-    The program shares its process with the token, so one that hunts through the interpreter's
-    frames can find it; one that merely ends early (os._exit, sys.exit) cannot pass.
+    The program shares its process with the token, so it could find it in the interpreter's frames;
+    but a program that only ends early (os._exit, sys.exit) cannot pass.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -185,7 +188,7 @@ def run_program(order: dict) -> None:
     code = FAILED
     try:
         exec(compile(text, "<program>", "exec", dont_inherit=True), module.__dict__)
-        if getpid() == me:  # not a copy of the program
+        if getpid() == me:  # not a fork of the program
             write(status, token)
             code = 0
     except MemoryError:

@@ -1,7 +1,7 @@
-"""The sandbox's calls to Linux: namespaces, mounts, privileges, a filter of system calls.
+"""The sandbox's Linux calls: namespaces, mounts, privileges, a filter of system calls.
 
-Standard library only, and nothing from this package: a bare interpreter imports it, also inside
-the sandbox (evaluate/sandbox/sandbox_child.py).
+Uses only the standard library, nothing from this package, because a bare interpreter imports it,
+also inside the sandbox (evaluate/sandbox/sandbox_child.py).
 """
 
 import ctypes
@@ -21,23 +21,23 @@ DETACH = 2
 RECURSIVE = 0x8000
 READ_ONLY, NO_SUID, NO_DEVICES = 1, 2, 4
 
-# System calls by number on (x86_64, aarch64); the newest have one number everywhere.
+# Numbers of system calls on (x86_64, aarch64); the newest have the same number everywhere.
 SYSCALLS = {
     "pivot_root": (155, 41),
     "clone": (56, 220),
     "clone3": (435, 435),
     "mount_setattr": (442, 442),
 }
-# Closed to the program, and why.
+# System calls that the program may not use, with the reasons.
 DENIED = {
     # A new namespace would give it capabilities: mounts without a size limit, more processes.
     "unshare": (272, 97),
     "setns": (308, 268),
-    # Connections; addresses of some kinds (the host of a virtual machine) know no namespaces.
+    # Connections; some address kinds (the host of a virtual machine) ignore namespaces.
     "socket": (41, 198),
-    # Can do what is denied here on its behalf.
+    # Could perform a forbidden operation for the sandboxed process.
     "io_uring_setup": (425, 425),
-    # Memory outside the limit on address space.
+    # Memory outside the address-space limit.
     "shmget": (29, 194),
     "semget": (64, 190),
     "msgget": (68, 186),
@@ -51,7 +51,7 @@ DENIED = {
     "pidfd_getfd": (438, 438),
     "kcmp": (312, 272),
     "open_by_handle_at": (304, 265),
-    # Large parts of the kernel that no such program needs.
+    # Large parts of the kernel that such programs do not need.
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -65,7 +65,7 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column abo
 
 
 def machine() -> tuple[int, int]:
-    """Column of the tables above and the kernel's number of this architecture."""
+    """Column of the tables above, and the kernel's number of this architecture."""
     name = os.uname().machine
     if name not in MACHINES:
         raise ValueError(f"no table of system calls for {name} processors")
@@ -76,7 +76,7 @@ def call(name: str, *args, what: str = "", place: str = "") -> None:
     """Call a function of the C library.
 
     Raises:
-      OSError: it failed; the message is `what` (default: its name), why, and `place`.
+      OSError: it failed; the message has `what` (default: its name), the reason and `place`.
     """
     if getattr(LIBC, name)(*args):
         number = ctypes.get_errno()
@@ -84,7 +84,7 @@ def call(name: str, *args, what: str = "", place: str = "") -> None:
 
 
 def syscall(name: str, *args) -> None:
-    """A system call the C library has no function for."""
+    """Make a system call for which the C library has no function."""
     call("syscall", ctypes.c_long(SYSCALLS[name][machine()[0]]), *args, what=name)
 
 
@@ -94,7 +94,7 @@ def prctl(option: int, *args: int) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the parent dies. A change of privileges undoes it."""
+    """Receive SIGKILL when the parent dies; a change of privileges resets this."""
     prctl(1, 9)
 
 
@@ -104,7 +104,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def restrict_mount(path: str, flags: int, recursive: bool) -> None:
-    """Sets flags on the mount at `path`, and on all below it if asked (Linux 5.12)."""
+    """Set flags on the mount at `path`, with `recursive` also on all below it (Linux 5.12)."""
     attributes = struct.pack("4Q", flags, 0, 0, 0)
     depth = ctypes.c_uint(RECURSIVE if recursive else 0)
     size = ctypes.c_size_t(len(attributes))
@@ -112,14 +112,14 @@ def restrict_mount(path: str, flags: int, recursive: bool) -> None:
 
 
 def build_root(views: list[tuple[str, str]], devices: list[str], scratch: str) -> None:
-    """Replaces the root directory by one with `views` and `devices`, read-only, and a /tmp.
+    """Replace the root directory by one with `views` and `devices`, read-only, and a /tmp.
 
     Args:
-      views: (real path, path in the new root) of what stays visible.
-      scratch: options of the /tmp, the only place that can be written to.
+      views: (real path, path in the new root) of the visible files.
+      scratch: mount options of /tmp, the only writable directory.
     """
     mount("none", "/", "", MS_REC | MS_PRIVATE)
-    # A place for the new root that hides nothing: /tmp moves away together with the old root.
+    # /tmp is free for the new root: it moves away together with the old root.
     mount("root", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=4096,mode=755")
     os.mkdir("/tmp/old")
     os.mkdir("/tmp/new")
@@ -150,15 +150,15 @@ def _bind(source: str, target: str) -> None:
 
 
 def drop_privileges(uid: int) -> None:
-    """Becomes `uid` if root, and loses every capability for good, children included.
+    """Become `uid` if root, and permanently drop all capabilities, also for children.
 
-    Limits on processes do not bind root, hence the change of user.
+    The user changes because limits on processes do not apply to root.
     """
     for capability in range(64):
         try:
             prctl(24, capability)  # out of the bounding set
         except OSError:
-            break  # no more of them, or no right to (then there are none to lose)
+            break  # no more capabilities, or no right to drop any (then there are none)
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -169,10 +169,10 @@ def drop_privileges(uid: int) -> None:
 
 
 def filter_program() -> bytes:
-    """The filter of system calls, as instructions the kernel runs before each.
+    """The filter of system calls, as instructions that the kernel runs before each call.
 
-    Another architecture's calls (32-bit ones have other numbers) kill the process. clone3 hides
-    its flags from filters: "not implemented" sends the C library back to clone.
+    Calls of another architecture (32-bit ones have other numbers) kill the process. Filters cannot
+    see the flags of clone3: "not implemented" makes the C library use clone instead.
     """
     column, architecture = machine()
     load, equal, at_least, bits, give = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -200,7 +200,7 @@ def filter_program() -> bytes:
 
 
 def install_filter() -> None:
-    """Binds this process and its children from here on. Needs `prctl(38, 1)` before."""
+    """Install the filter for this process and its children; needs `prctl(38, 1)` before."""
     code = ctypes.create_string_buffer(filter_program())
     length = struct.pack("HP", (len(code) - 1) // 8, ctypes.addressof(code))
     program = ctypes.create_string_buffer(length)

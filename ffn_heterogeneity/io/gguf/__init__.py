@@ -1,1 +1,1 @@
-"""GGUF files, in and out."""
+"""Reading and writing GGUF files."""

@@ -1,4 +1,4 @@
-"""GGUF files out, for llama.cpp and what is built on it: F32, F16 or Q8_0."""
+"""Export of GGUF files (F32, F16 or Q8_0) for llama.cpp and tools based on it."""
 
 import os
 import sys
@@ -35,23 +35,23 @@ def save_gguf(
     overwrite: bool = False,
     source: str = "",
 ) -> Path:
-    """Writes one .gguf file; structure is folded into its kernels.
+    """Write one .gguf file; masks, adapters and factors are folded into the kernels.
 
-    Llama's FFNs of unequal widths are written under llama.cpp's architecture `deci`, whose graph
-    has a width for each layer; other families there have one width for all.
+    A Llama with FFNs of unequal widths is written under llama.cpp's architecture `deci`, which has
+    a width for each layer; other families need one width for all layers.
 
     Args:
       params: stacked or unstacked, numpy or jax.
-      tokenizer: goes into the file; None: a file that has none.
-      type: of matrices ("q8_0": of those whose rows are whole blocks of 32, the others f16);
+      tokenizer: included in the file; None: a file without a tokenizer.
+      type: dtype of matrices ("q8_0": if their rows are whole blocks of 32, otherwise f16);
         vectors are always float32.
       overwrite: replace an existing file.
-      source: what the model was made from; its last part, or its hub id, becomes the file's name,
-        its licence the file's.
+      source: what the model was made from; its last part, or its hub id, becomes general.name in
+        the file, and its license the file's license.
 
     Raises:
       CheckpointError: a model that the format cannot express, a leaf missing or of the wrong shape,
-        a tokenizer of a kind that is not known, an existing file, NaN, a weight beyond float16.
+        an unknown kind of tokenizer, an existing file, NaN, or a weight too large for float16.
     """
     from gguf import GGUFWriter
 
@@ -98,7 +98,7 @@ def save_gguf(
 
 
 def metadata(config: ModelConfig) -> dict[str, Any]:
-    """llama.cpp's keys without their architecture; what families leave out is not in them."""
+    """Return llama.cpp's metadata keys without their architecture prefix."""
     layer = next((each for each in config.layers if each.window is None), config.layers[0])
     local = next((each for each in config.layers if each.window is not None), None)
     widths = list(config.ffn_widths)
@@ -148,7 +148,7 @@ def _read_back(config: ModelConfig, family: Family, tensors: dict[str, np.ndarra
 
 
 def _ids(config: ModelConfig) -> tuple[int | None, ...]:
-    """bos, eos (of several the first: the format has one) and pad."""
+    """Return the ids of bos, eos (the first of several: the format has only one) and pad."""
     eos, *others = config.stop_ids or (None,)
     if others:
         print(f"GGUF has one eos: {eos}; left out: {others}", file=sys.stderr)
@@ -181,7 +181,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def _write_tensors(writer: Any, tensors: dict[str, np.ndarray], type: str) -> None:
-    """One tensor in memory at a time beside the model."""
+    """Write the tensors with only one converted tensor in memory in addition to the model."""
     from gguf import GGMLQuantizationType
     from gguf.constants import GGML_QUANT_SIZES
 
@@ -203,7 +203,7 @@ def _write_tensors(writer: Any, tensors: dict[str, np.ndarray], type: str) -> No
 
 
 def _quantized(name: str, tensor: np.ndarray, kind: Any) -> np.ndarray:
-    """Return the tensor as a file stores it in that kind."""
+    """Return the tensor in the file's encoding of that kind."""
     from gguf.quants import quantize
 
     largest = np.abs(tensor).max(initial=0)

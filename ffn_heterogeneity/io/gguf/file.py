@@ -1,7 +1,7 @@
-"""The container of GGUF: header and tensor table, parsed here; types and sizes from `gguf`.
+"""Parser of GGUF's header and tensor table; types and block sizes come from `gguf`.
 
 `gguf.GGUFReader` needs 17 s for the 262,144 tokens of a Gemma file (each string is several numpy
-views) and reports a cut file as whatever numpy trips over; this parser takes 0.3 s and says where.
+views) and reports a truncated file as some numpy error; this parser takes 0.3 s and names the byte.
 Layout: magic, version, counts, key-value pairs, tensor table, padding, data; little-endian.
 """
 
@@ -26,7 +26,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclasses.dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor as stored: torch's order of axes, `data` the raw bytes of rows."""
+    """A stored tensor: axes in PyTorch's order, `data` the raw bytes of the rows."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class GGUFTensor:
         """float32 array of `shape`.
 
         Raises:
-          NotImplementedError: the gguf package cannot undo this type.
+          NotImplementedError: the gguf package cannot dequantize this type.
         """
         from gguf.quants import dequantize
 
@@ -55,13 +55,13 @@ class GGUFFile:
 
 
 class _Cursor:
-    """Reads from a buffer, refusing to go past its end."""
+    """Reader of a buffer that raises an error at its end."""
 
     def __init__(self, buffer: mmap.mmap):
         self.buffer, self.offset = buffer, 0
 
     def take(self, size: int) -> int:
-        """Offset of the next `size` bytes."""
+        """Return the offset of the next `size` bytes and advance."""
         start, self.offset = self.offset, self.offset + size
         if self.offset > len(self.buffer):
             raise EOFError(f"byte {self.offset:,} is wanted, the file has {len(self.buffer):,}")
@@ -93,7 +93,7 @@ class _Cursor:
 
 
 def open_gguf(path: str | os.PathLike) -> GGUFFile:
-    """Maps a whole file; tensors are read when they are used.
+    """Map a file into memory; tensors are read on use.
 
     Raises:
       CheckpointError: no such file, wrong magic or version, truncated or damaged.
@@ -133,7 +133,7 @@ def _parse(path: Path, buffer: mmap.mmap) -> GGUFFile:
         table.append((name, shape, GGMLQuantizationType(cursor.number("I")), cursor.number("Q")))
     alignment = fields.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= 2**16 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment={alignment!r:.20}, a power of two from 8 on is due")
+        raise ValueError(f"general.alignment={alignment!r:.20}: expected a power of two >= 8")
     base = math.ceil(cursor.offset / alignment) * alignment
     raw = np.frombuffer(buffer, np.uint8)
     tensors = {}

@@ -1,6 +1,6 @@
-"""GGUF files in: every quantisation the `gguf` package can undo, as float32.
+"""Reading of GGUF files, as float32: every quantization that the `gguf` package can dequantize.
 
-llama.cpp's converter reorders or shifts some tensors; each family's `gguf_transform` undoes that.
+llama.cpp's converter permutes or shifts some tensors; each family's `gguf_transform` undoes that.
 """
 
 import os
@@ -29,10 +29,10 @@ _ROPE_FREQS = "rope_freqs.weight"
 def read_gguf(
     path: str | os.PathLike | GGUFFile, *, dtype: Any = None, check_finite: bool = True
 ) -> tuple[ModelConfig, dict]:
-    """`(config, stacked tree of numpy arrays)`; float32 unless `dtype` says otherwise.
+    """Return `(config, stacked tree of numpy arrays)`, in float32 or `dtype`.
 
     Raises:
-      CheckpointError: damaged file, unknown architecture or quantisation, a tensor missing, extra,
+      CheckpointError: damaged file, unknown architecture or quantization, a tensor missing, extra,
         of the wrong shape, or with NaN or infinity.
     """
     file = path if isinstance(path, GGUFFile) else open_gguf(path)
@@ -42,14 +42,14 @@ def read_gguf(
 
 
 def read_gguf_shapes(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
-    """The result of `read_gguf` with shapes and dtypes for leaves: no weight is read."""
+    """Return the result of `read_gguf` with shapes and dtypes as leaves; no weight is read."""
     config, family, tensors = _read_header(open_gguf(path))
     leaves = leaf_shapes(config, family.gguf_rules(config), tensors, ())
     return config, jax.eval_shape(lambda own: restack(config, unflatten(own)), leaves)
 
 
 def read_gguf_config(path: str | os.PathLike) -> ModelConfig:
-    """The model's config; no weight is read.
+    """Return the model's config without reading weights.
 
     Raises:
       CheckpointError: damaged file or unknown architecture.
@@ -72,7 +72,7 @@ def _read_header(file: GGUFFile) -> tuple[ModelConfig, Family, dict[str, Stored]
 
 
 def _metadata(file: GGUFFile, architecture: str, tensors: dict[str, Stored]) -> dict[str, Any]:
-    """What `Family.from_gguf` reads; takes the rope tensor, which is metadata, out of `tensors`."""
+    """Input of `Family.from_gguf`; moves the rope tensor, which is metadata, out of `tensors`."""
     prefix = f"{architecture}."
     meta = {k.removeprefix(prefix): v for k, v in file.fields.items() if k.startswith(prefix)}
     for ours, key in TOKEN_IDS.items():

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file: rebuilt with the `tokenizers` library (no torch).
+"""Tokenizer of a GGUF file, rebuilt with the `tokenizers` library (without PyTorch).
 
 Two kinds exist for our families: byte-level BPE (tokenizer.ggml.model "gpt2"), whose pre-tokenizer
 is named by tokenizer.ggml.pre, and SentencePiece BPE ("llama"), whose merges follow the scores.
@@ -33,10 +33,10 @@ _PRE_TOKENIZERS: dict[str, tuple[str | None, bool]] = {
 
 
 def read_tokenizer(path: str | os.PathLike | GGUFFile) -> Any:
-    """The file's tokenizer as `transformers.PreTrainedTokenizerFast`, chat template included.
+    """Return the tokenizer as `transformers.PreTrainedTokenizerFast`, chat template included.
 
     Raises:
-      CheckpointError: damaged file, no tokenizer inside, or a kind that is not known here.
+      CheckpointError: damaged file, no tokenizer inside, or an unsupported kind.
     """
     file = path if isinstance(path, GGUFFile) else open_gguf(path)
     path, given = file.path, _given(file.path, file.fields)
@@ -46,7 +46,7 @@ def read_tokenizer(path: str | os.PathLike | GGUFFile) -> Any:
         raise
     except BaseException as error:  # the tokenizers library panics, which is no Exception
         raise CheckpointError(
-            f"{path}: no tokenizer can be made of its fields ({first_line(error)}): fetch it again"
+            f"{path}: its fields do not form a tokenizer ({first_line(error)}): fetch it again"
         ) from None
 
 
@@ -77,7 +77,7 @@ def _build(path: str, fields: dict[str, Any], get: Callable) -> Any:
     return _wrap(tokenizer, special, fields, str(path))
 
 
-# Kinds of the fields that are read: of a list's entries, or of a value.
+# Types of the fields that are read: of list entries, and of single values.
 _LISTS = {"tokens": str, "merges": str, "token_type": int, "scores": float}
 _VALUES = {"model": str, "pre": str, "add_space_prefix": bool, "add_bos_token": bool}
 _VALUES |= {"add_eos_token": bool}
@@ -88,8 +88,8 @@ def _given(path: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields tokenizer.ggml.<name> that the file has, by name.
 
     Raises:
-      CheckpointError: no tokens, a field of another kind than it must be, a list that is not as
-        long as the vocabulary, an id outside it.
+      CheckpointError: no tokens, a field of the wrong type, a list whose length differs from the
+        vocabulary's, or an id outside the vocabulary.
     """
     place = "tokenizer.ggml."
     names = [name for name in (*_LISTS, *_VALUES) if fields.get(f"{place}{name}") is not None]
@@ -118,11 +118,11 @@ def _byte_level(tokens: Sequence[str], types: Sequence[int], merges: Sequence[st
 
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    # Llama 3 takes a word that is a token as it is, whatever the merges would make of it.
+    # In Llama 3, a word that is a token is used directly, regardless of the merges.
     model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe")
     tokenizer = Tokenizer(model)
     if pre == "qwen2":
-        # Qwen's published tokenizers do this; GGUF has no field for it, and llama.cpp does not.
+        # Qwen's published tokenizers do this; GGUF has no field for it, and llama.cpp omits it.
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
@@ -166,8 +166,8 @@ def _sentencepiece(
         decoding.append(decoders.Strip(content=" ", left=1, right=0))
     tokenizer.normalizer = spaces
     tokenizer.decoder = decoders.Sequence(decoding)
-    # Normalised matching lets runs of spaces, by then U+2581, match; under a prefixing normaliser
-    # it would prefix the tokens themselves.
+    # With normalized matching, runs of spaces (by then U+2581) match; with a normalizer that adds a
+    # prefix, the tokens themselves would get it.
     _add_tokens(tokenizer, tokens, types, normalized=not space_prefix)
     return tokenizer
 
@@ -175,7 +175,7 @@ def _sentencepiece(
 def merges_by_score(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """BPE merges that act as SentencePiece's: the adjacent pair whose union scores highest first.
+    """BPE merges equivalent to SentencePiece: the pair whose union scores highest comes first.
 
     Every split of a normal piece into two normal pieces is a merge; all splits of one piece share
     its score, so they are ordered as transformers orders them: by the ids of the parts.
@@ -209,7 +209,7 @@ def _special_tokens(tokens: Sequence[str], get) -> dict[str, str]:
 
 
 def _add_template(tokenizer, tokens: Sequence[str], get, kind: str) -> None:
-    """bos and eos around every text encoded with special tokens, where the file asks for them."""
+    """Add bos and eos around texts encoded with special tokens, if the file requests them."""
     from tokenizers import processors
 
     before = [get("bos_token_id")] if get("add_bos_token", kind == "llama") else []
@@ -235,7 +235,7 @@ def _wrap(tokenizer, special: dict[str, str], fields: dict[str, Any], path: str)
         **({"model_max_length": int(length)} if length else {}),
         **special,
     )
-    # As an argument, transformers would look for this path on the hub (above 100,000 tokens).
+    # Passed as an argument, transformers would look for this path on the hub (> 100,000 tokens).
     wrapped.name_or_path = path
     wrapped.chat_template = fields.get("tokenizer.chat_template")
     return wrapped

@@ -1,4 +1,4 @@
-"""A tokenizer as a GGUF file's fields: the inverse of gguf_tokenizer.py."""
+"""Conversion of a tokenizer to a GGUF file's fields: the inverse of tokenizer.py."""
 
 import json
 from typing import Any
@@ -12,15 +12,17 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 
 def tokenizer_fields(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
-    """Tokens with their types, merges (byte-level BPE) or scores (SentencePiece), special ids,
-    chat template.
+    """Return the GGUF fields of a tokenizer.
+
+    They are the tokens with their types, merges (byte-level BPE) or scores (SentencePiece), special
+    ids and the chat template.
 
     Args:
       tokenizer: a `transformers.PreTrainedTokenizerFast`.
 
     Raises:
-      CheckpointError: neither kind, a splitting that llama.cpp has no name for, or more tokens
-        than the model's vocabulary.
+      CheckpointError: another kind of tokenizer, a pre-tokenizer that llama.cpp has no name for, or
+        more tokens than the model's vocabulary.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model = state["model"]
@@ -30,7 +32,7 @@ def tokenizer_fields(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
     if max(ids.values()) >= config.vocab_size:
         raise _refused(f"id {max(ids.values())} is beyond the vocabulary of {config.vocab_size}")
     sentencepiece = bool(model.get("byte_fallback"))
-    # Ids that are no token, as padded vocabularies have them, get llama.cpp's names.
+    # Ids without a token (padded vocabularies) get llama.cpp's placeholder names.
     tokens = [f"[PAD{i}]" for i in range(config.vocab_size)]
     types = [_UNUSED] * config.vocab_size
     for token, i in ids.items():
@@ -58,7 +60,7 @@ def _refused(why: str) -> CheckpointError:
 
 
 def _merges(pairs: list[tuple[str, ...]], state: dict) -> dict[str, Any]:
-    """Byte-level BPE; llama.cpp knows the splitting by name."""
+    """Fields of byte-level BPE; llama.cpp identifies the pre-tokenizer by name."""
     there = _plain(state["pre_tokenizer"])
     steps = {name: json.loads(_pre_tokenizer(name).__getstate__()) for name in _PRE_TOKENIZERS}
     names = [name for name, node in steps.items() if _plain(node) == there]
@@ -69,7 +71,7 @@ def _merges(pairs: list[tuple[str, ...]], state: dict) -> dict[str, Any]:
 
 
 def _plain(node: Any) -> list[dict]:
-    """The steps of a pre-tokenizer, without what moves offsets alone."""
+    """Steps of a pre-tokenizer, without settings that only change offsets."""
     steps = node["pretokenizers"] if node and node.get("type") == "Sequence" else [node or {}]
     return [
         {k: v for k, v in step.items() if k not in ("trim_offsets", "invert")} for step in steps
@@ -77,7 +79,7 @@ def _plain(node: Any) -> list[dict]:
 
 
 def _scores(tokens: list[str], pairs: list[tuple[str, ...]], state: dict) -> dict[str, Any]:
-    """SentencePiece BPE: what is merged first scores highest, as its own training has it."""
+    """Fields of SentencePiece BPE: earlier merges get higher scores, as in SentencePiece."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(pairs):
         ranks.setdefault("".join(pair), rank)
@@ -93,7 +95,7 @@ def _scores(tokens: list[str], pairs: list[tuple[str, ...]], state: dict) -> dic
 
 
 def _special(tokenizer: Any) -> dict[str, Any]:
-    """Ids, and whether a text encoded with special tokens begins and ends with them."""
+    """Special ids, and whether texts encoded with special tokens begin or end with them."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {theirs: getattr(tokenizer, f"{ours}_token_id") for ours, theirs in names.items()}
     found = {f"{name}_token_id": i for name, i in ids.items() if i is not None}

@@ -1,1 +1,1 @@
-"""Directories in the form of the Hugging Face hub, in and out, and what only ours keep."""
+"""Reading and writing of Hugging Face directories, and of our additions to them."""

@@ -1,4 +1,4 @@
-"""The model card (README.md) of a directory written here, and the way to the hub."""
+"""Model cards (README.md) of saved directories, and their upload to the hub."""
 
 import collections
 import os
@@ -23,7 +23,7 @@ from ffn_heterogeneity.wording import first_line, some
 CARD = "README.md"
 _LICENCES = {"smollm2": "apache-2.0", "gemma": "gemma", "minilm": "apache-2.0"}
 _LICENCES |= {"qwen2.5-coder-0.5b": "apache-2.0"}
-# Class of transformers -> what a directory is for, by the hub's name.
+# Class of transformers -> the hub's name (pipeline tag) for the task.
 _TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
@@ -39,16 +39,18 @@ def write_card(
     config: ModelConfig | None = None,
     place: str = "",
 ) -> str:
-    """Writes `<directory>/README.md`: base, method, who loads it, the labels and the lines of torch
-    of a task's head, every number of `facts` to three digits; what was measured also where the
-    hub looks for it. Of a path here its last part alone: a card is published.
+    """Write the model card `<directory>/README.md`.
+
+    It lists the base model, the method, which programs load it, a task head's labels and PyTorch
+    code, and every number of `facts` to three digits; the main result is also in the metadata that
+    the hub displays. Of local paths only the last part appears, because a card is public.
 
     Args:
-      base: what the model was made from: a path, a hub id, a preset.
+      base: what the model was made from: a path, a hub id or a preset.
       method: one line.
-      facts: results.json's content; lists and texts are left out, nested numbers get "a/b" names.
-      config: the model's, for its head.
-      place: <owner>/<name>, where it goes to the hub.
+      facts: content of results.json; lists and texts are omitted, nested numbers get "a/b" names.
+      config: the model's config, for its head.
+      place: <owner>/<name> of the model on the hub.
 
     Returns:
       `export.loads_in` of the directory.
@@ -92,15 +94,17 @@ def write_card(
 
 
 def _digits(value: Any) -> str:
-    """A number to three digits, a whole or a large one to the last before the point; a text."""
+    """Format a number to three digits (integers and large numbers without decimals), or a text."""
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)
 
 
 def _measured(facts: Mapping[str, Any]) -> list | None:
-    """The result that the hub shows: the perplexity, or what decided which of a task's checkpoints
-    is kept; None without a finite one."""
+    """Result for the hub's metadata: perplexity, or the metric that selected a task's checkpoint.
+
+    None if there is no finite one.
+    """
     from huggingface_hub import EvalResult
 
     if "protocol" in facts:
@@ -119,7 +123,7 @@ def _measured(facts: Mapping[str, Any]) -> list | None:
 
 
 def hub_of(base: str) -> str:
-    """The hub id of what a model was made from: itself, a preset's, a fetched model's; "": none."""
+    """Hub id of a base model: itself, or that of a preset or a fetched model; "" if unknown."""
     for name, source in SOURCES.items():
         if Path(base).name in (name, source.target):
             return source.hub
@@ -127,21 +131,21 @@ def hub_of(base: str) -> str:
 
 
 def compared(before: float, after: float, **protocol: Any) -> dict[str, Any]:
-    """The facts in `results.json`, and so on the card, of a model made from another.
+    """Facts for `results.json` and the card: perplexity before and after.
 
     Args:
-      protocol: what makes the numbers comparable: text, window, windows, tokens, dtype ...
+      protocol: how the numbers were measured: text, window, windows, tokens, dtype ...
     """
     return {"perplexity_before": before, "perplexity_after": after, "protocol": protocol}
 
 
 def published(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts, of every text what may be published."""
+    """The facts with every text reduced to what may be published."""
     return {key: public_text(value) for key, value in facts.items()}
 
 
 def public_text(value: Any) -> Any:
-    """The last part of a path, since where somebody keeps a file is private; a hub id stays."""
+    """Last part of a path, since a user's directories are private; a hub id is unchanged."""
     if not isinstance(value, str) or _is_hub_id(value):
         return value
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
@@ -152,14 +156,14 @@ def _is_hub_id(text: str) -> bool:
 
 
 def _widths(facts: Mapping[str, Any]) -> str:
-    """ "15 layers of 1,536, 15 of 1,152", where neurons were removed."""
+    """Describe the widths after a removal: "15 layers of 1,536, 15 of 1,152"."""
     widths = collections.Counter(facts.get("ffn_widths_after", ()))
     told = ", ".join(f"{count:,} of {width:,}" for width, count in widths.items())
     return told.replace(" of", " layers of", 1)
 
 
 def licence_of(base: str) -> str:
-    """The base's own word for its licence: of its card, or of a model that we know; "": unknown."""
+    """License of the base as its card states it, or of a model that we know; "" if unknown."""
     card = Path(base) / CARD
     if card.is_file() and (found := re.search(r"^license: *(\S+)", read_text(card), re.M)):
         return found[1] if found[1] != "other" else ""
@@ -170,7 +174,7 @@ def licence_of(base: str) -> str:
 def push_directory(directory: str | os.PathLike, repository: str, *, private: bool = True) -> str:
     """Upload a model directory to the Hugging Face hub; return its address there.
 
-    The repository is made where it is missing. The token is that of `hf auth login`.
+    The repository is created if missing. The token is that of `hf auth login`.
 
     Args:
       repository: "owner/name".

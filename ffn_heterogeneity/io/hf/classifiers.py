@@ -1,7 +1,7 @@
-"""Heads of labels on the last layer, as transformers has them: `...ForSequenceClassification`.
+"""Label heads on the last layer in transformers' form: `...ForSequenceClassification`.
 
-Other poolings over depth have no class there. They are saved in structure/, with a plain model,
-and the model card prints the lines of torch that compute them (`torch_facts`).
+Transformers has no class for other poolings over depth. They are saved in structure/ next to a
+plain model, and the model card shows PyTorch code that computes them (`torch_facts`).
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from ffn_heterogeneity.models.families.rules import one_tensor
 from ffn_heterogeneity.wording import check_choice
 
 CLASS, NAME = "ForSequenceClassification", "classification"
-# A file's word is not enough to build more.
+# Upper bound for untrusted files.
 _MOST_LABELS = 100_000
 
 
 def is_published(config: ModelConfig, export: str = "auto") -> bool:
-    """True where a model's head is written as transformers has it.
+    """True if a model's head is written as a transformers class.
 
     Raises:
-      CheckpointError: that is asked for (export="classifier"), and it has no such head.
+      CheckpointError: export="classifier", but the model has no such head.
     """
     head = config.head
     fits = head is not None and head.name == NAME and head.settings["pooling"] == "last"
@@ -42,7 +42,7 @@ def is_published(config: ModelConfig, export: str = "auto") -> bool:
 
 
 def as_class(config: ModelConfig, family: Family) -> ModelConfig:
-    """The config of the class's model: without heads, and with a pooler iff the class reads one."""
+    """Config of the class's model: without heads, and with a pooler iff the class reads one."""
     pooler = config.is_encoder and not family.dense
     return dataclasses.replace(config, head=None, lm_head=False, pooler=pooler)
 
@@ -50,7 +50,7 @@ def as_class(config: ModelConfig, family: Family) -> ModelConfig:
 def parts_of_class(
     config: ModelConfig, family: Family, tree: dict, head: dict
 ) -> tuple[ModelConfig, dict, dict]:
-    """(`as_class`, unstacked tree, flat head leaves) with exactly the parts that the class has.
+    """Return (`as_class`, unstacked tree, flat head leaves) with exactly the class's parts.
 
     The dense layer of a head on a BERT without a pooler becomes that pooler.
     """
@@ -65,7 +65,7 @@ def parts_of_class(
 
 
 def class_of(family: Family) -> str:
-    """The class's name."""
+    """Name of the family's class."""
     stem = family.architecture.removesuffix("Model").removesuffix("ForCausalLM")
     return f"{family.classifier_stem or stem}{CLASS}"
 
@@ -73,14 +73,14 @@ def class_of(family: Family) -> str:
 def files_of_class(
     config: ModelConfig, family: Family, head: HeadConfig
 ) -> tuple[list[Rule], dict[str, Any]]:
-    """(the rules of a classifier's tensors: the model's, behind their prefix, and the head's; the
-    keys of config.json that speak of the head).
+    """Return (the tensor rules of a classifier: the model's, prefixed, and the head's; the keys of
+    config.json for the head).
 
-    A decoder's class refuses batches without a padding id, and pools the rightmost token that is
-    none: where the model has no such id it is the end of a text, which no row holds.
+    A decoder's class rejects batches without a padding id, and pools the rightmost token that is
+    not padding. If the model has no padding id, eos is used, which no row contains.
 
     Args:
-      config: as `as_class` gives it.
+      config: from `as_class`.
     """
     prefixed = [
         dataclasses.replace(rule, names=tuple(f"{family.prefix}{name}" for name in rule.names))
@@ -99,15 +99,15 @@ def files_of_class(
 
 
 def head_rules(family: Family) -> list[Rule]:
-    """The rules of the head's tensors."""
+    """Rules of the head's tensors."""
     return [one_tensor(f"{ROOT}/{path}", name) for path, name in family.classifier.items()]
 
 
 def is_class(values: Mapping[str, Any], family: Family, names: Collection[str]) -> bool:
-    """True where config.json names such a class; without any class, where the file has its tensors.
+    """True if config.json names such a class or, without any class, if the file has its tensors.
 
     Args:
-      names: of the file's tensors.
+      names: names of the file's tensors.
     """
     if architectures := values.get("architectures"):
         return any(str(name).endswith(CLASS) for name in architectures)
@@ -115,9 +115,9 @@ def is_class(values: Mapping[str, Any], family: Family, names: Collection[str]) 
 
 
 def read_head(values: Mapping[str, Any]) -> HeadConfig:
-    """The head that the config.json of somebody's classifier describes.
+    """Read the head that the config.json of a transformers classifier describes.
 
-    As transformers' losses have it, one output without a `problem_type` is a regression.
+    As in transformers' losses, one output without a `problem_type` is a regression.
 
     Raises:
       ConfigError: invalid labels, or another `problem_type`.
@@ -131,9 +131,9 @@ def read_head(values: Mapping[str, Any]) -> HeadConfig:
         ordered = sorted(names.items(), key=lambda item: int(item[0]))
         count, last = len(ordered), int(ordered[-1][0])
     except (AttributeError, TypeError, ValueError, IndexError):
-        raise ConfigError(f"id2label is {names!r:.80}: numbers and names are needed") from None
+        raise ConfigError(f"id2label is {names!r:.80}: expected numbers and names") from None
     if last != count - 1 or count > _MOST_LABELS or not all(isinstance(x[1], str) for x in ordered):
-        raise ConfigError(f"id2label is {names!r:.80}: the numbers 0 to {count - 1}, and names")
+        raise ConfigError(f"id2label is {names!r:.80}: expected numbers 0 to {count - 1} and names")
     problem = "regression" if count == 1 and not problem else problem
     labels = [name for _, name in ordered]
     settings = {"pooling": "last", "final_norm": "pooled", "outputs": count, "labels": labels}
@@ -142,8 +142,11 @@ def read_head(values: Mapping[str, Any]) -> HeadConfig:
 
 
 def torch_facts(config: ModelConfig) -> dict[str, Any]:
-    """The facts behind the model card's lines of torch, for a depth-wise head, or a decoder whose
-    rows are not what its tokenizer makes by default; {} if none are needed."""
+    """Facts for the PyTorch code on the model card; {} if none is needed.
+
+    It is needed for a head over depth, and for a decoder whose rows differ from its tokenizer's
+    default.
+    """
     head = config.head
     if head is None or head.name != NAME or head.settings["pooling"] == "scalar_mix":
         return {}
@@ -163,7 +166,7 @@ def torch_facts(config: ModelConfig) -> dict[str, Any]:
         "pair": len((head.settings["fields"] or [[""]])[0]) > 1,
         "encoder": config.is_encoder,
         "bos": config.bos_id is not None,
-        # The library hands the last state out behind the norm.
+        # Transformers returns the last state after the norm.
         "raw": not config.is_encoder and norm != "hidden_states",
         "normed": norm == "pooled",
         "final_norm": family.torch_final_norm,

@@ -1,10 +1,11 @@
-"""Hugging Face checkpoints out: a directory that `transformers` and vLLM load as it is.
+"""Export of Hugging Face directories that `transformers` and vLLM load unchanged.
 
-Five forms. Plain: what the family's own config.json expresses, FFNs of unequal width under
-`per_layer_config`. Padded: those are padded with zero neurons to the widest; the outputs are the
-same. Deci: a Llama's widths under `block_configs` (models/families/deci.py). Native: the whole
-config under "ffn_heterogeneity" too, for what config.json cannot express. Classifier: with a task's
-head on the last layer, `...ForSequenceClassification` (io/hf/classifiers.py), in any of them.
+There are five forms. Plain: the family's usual config.json, with unequal FFN widths under
+`per_layer_config`. Padded: unequal FFNs are padded with zero neurons to the widest; the outputs are
+the same. Deci: a Llama's widths under `block_configs` (models/families/deci.py). Native: the whole
+config also under "ffn_heterogeneity", for models that config.json cannot express. Classifier: one
+of these, with a task's head on the last layer as `...ForSequenceClassification`
+(io/hf/classifiers.py).
 """
 
 import contextlib
@@ -43,7 +44,7 @@ from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.tree import AUXILIARY, flatten
 from ffn_heterogeneity.wording import check_choice, naming
 
-# Key of config.json under which the native form keeps what no other library can express.
+# Key of config.json for what the native form adds.
 NATIVE_KEY = "ffn_heterogeneity"
 GENERATION = "generation_config.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -64,20 +65,20 @@ def save_pretrained(
     overwrite: bool = False,
     structure: str = "fold",
 ) -> epath.Path:
-    """Writes config.json, generation_config.json, safetensors and the tokenizer to `directory`.
+    """Write config.json, generation_config.json, safetensors and the tokenizer to `directory`.
 
-    Masks and adapters are folded into their kernels, factors of neurons into the rows of `down`, in
-    every form; with `structure="keep"` they are written beside them too (io/hf/structure.py), and
-    `load_model` gives them back, as it does a task's head in either case. The directory is built
-    under a temporary name and moved (to a bucket: copied).
+    In every form, masks and adapters are folded into their kernels, and neuron factors into the
+    rows of `down`. With `structure="keep"` they are also written separately (io/hf/structure.py),
+    and `load_model` restores them; a task's head is always restored. The directory is built under a
+    temporary name and moved (to a bucket: copied).
 
     Args:
       params: stacked or unstacked, numpy or jax.
       tokenizer: anything with `save_pretrained(directory)`.
       export: "auto" (plain if the family's config can express the model, else native), "padded",
-        "native", "deci", or "classifier", which is "auto" and refuses a model without such a head.
-      dtype: cast to it; None keeps each leaf's own.
-      extra: JSON-ready facts kept in config.json under "ffn_heterogeneity" (removed indices...).
+        "native", "deci", or "classifier": as "auto", but an error for a model without such a head.
+      dtype: dtype to cast to; None keeps each leaf's dtype.
+      extra: JSON-ready facts for config.json under "ffn_heterogeneity" (removed indices...).
       max_shard_bytes: larger models are written as shards with an index.
       overwrite: replace an existing non-empty directory.
       structure: "fold" or "keep".
@@ -86,9 +87,9 @@ def save_pretrained(
       The directory.
 
     Raises:
-      CheckpointError: a leaf missing, unknown or of the wrong shape; "padded" where padding is not
+      CheckpointError: a leaf missing, unknown or of the wrong shape; "padded" if padding is not
         enough, or with structure to keep; a non-empty directory.
-      ConfigError: "deci" where that cannot express the model.
+      ConfigError: "deci" for a model that it cannot express.
     """
     check_choice("structure", structure, STRUCTURES, CheckpointError)
     directory = epath.Path(directory)
@@ -116,7 +117,7 @@ def save_pretrained(
         rules, more = classifiers.files_of_class(form.config, family, head)
         leaves |= heads
     else:
-        kept |= heads  # in no other tool's form
+        kept |= heads  # no other tool has a form for them
     leaves, kept = cast(leaves, dtype), cast(kept, dtype)
     facts = dict(extra or {})
     with local_directory(directory) as temporary:
@@ -138,8 +139,11 @@ def save_pretrained(
 
 @contextlib.contextmanager
 def local_directory(directory: epath.Path) -> Iterator[Path]:
-    """A directory to write: beside its place and then moved; or, for a bucket, on this
-    machine's disk and then copied, config.json last: without it a directory is no model."""
+    """Yield a temporary directory that becomes `directory` at the end.
+
+    It is a sibling and then moved; for a bucket, it is on the local disk and then copied, with
+    config.json last, because a directory without it is not a model.
+    """
     if not is_bucket(directory):
         with atomic_path(directory, directory=True) as temporary:
             yield Path(os.fspath(temporary))
@@ -152,12 +156,12 @@ def local_directory(directory: epath.Path) -> Iterator[Path]:
 
 
 class WrittenForm(NamedTuple):
-    """A model as it is written.
+    """A model in the form in which it is written.
 
     Attributes:
-      config: of the leaves that are written: with "padded" wider than the model, see `pad`.
-      name: of config.json: "plain", "native" or "deci".
-      values: of config.json, in that form.
+      config: config of the written leaves: with "padded" wider than the model, see `pad`.
+      name: form of config.json: "plain", "native" or "deci".
+      values: content of config.json in that form.
     """
 
     config: ModelConfig
@@ -166,7 +170,7 @@ class WrittenForm(NamedTuple):
 
 
 def choose_form(config: ModelConfig, export: str) -> WrittenForm:
-    """The form in which `export` writes a model.
+    """Choose the form in which `export` writes a model.
 
     Raises:
       CheckpointError, ConfigError: an unknown form, or one that cannot express the model.
@@ -177,7 +181,7 @@ def choose_form(config: ModelConfig, export: str) -> WrittenForm:
     values = families.config_to_hf(config)
     if export == "native":
         return WrittenForm(config, export, values)
-    # A classifier's language-model head is left out by its class, not by a key.
+    # A classifier's class omits the language-model head; no key is needed.
     whole = dataclasses.replace(config, lm_head=not config.is_encoder, generation="")
     expressible = families.config_from_hf(values) == whole
     if export in ("padded", "deci") and not expressible:
@@ -191,14 +195,14 @@ def choose_form(config: ModelConfig, export: str) -> WrittenForm:
 
 
 def pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Zeros at the end of each axis: inner neurons that read and write nothing."""
+    """Pad each axis with zeros at the end: zero neurons that have no effect."""
     if leaf.shape == shape:
         return leaf
     return np.pad(leaf, [(0, new - old) for old, new in zip(leaf.shape, shape, strict=True)])
 
 
 def transformers_class(output: str | os.PathLike) -> str:
-    """The class of transformers that loads all of a directory written here; "": none does."""
+    """Class of transformers that loads all of a directory written here; "" if none does."""
     path = epath.Path(output) / "config.json"
     values = read_object(path) if path.exists() else {}
     native = values.get(NATIVE_KEY, {})
@@ -214,7 +218,7 @@ def transformers_class(output: str | os.PathLike) -> str:
 
 
 def loads_in(output: str | os.PathLike) -> str:
-    """One line: which programs load a directory, or .gguf file, that was written here."""
+    """One-line list of the programs that load a directory or .gguf file written here."""
     if os.fspath(output).endswith(".gguf"):
         return "loads in: llama.cpp and what is built on it, this library"
     if not (epath.Path(output) / "config.json").exists():
@@ -243,7 +247,7 @@ def loads_in(output: str | os.PathLike) -> str:
 
 
 def _specs(rules: list[families.Rule], leaves: dict[str, np.ndarray]) -> dict[str, Spec]:
-    """{tensor name: its shape and type}, file order."""
+    """{tensor name: its shape and dtype}, in file order."""
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     specs = {}
     for rule in rules:
@@ -260,18 +264,19 @@ def write_configs(
     extra: dict | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """config.json and, of a language model, generation_config.json; arguments as in
-    `save_pretrained`.
+    """Write config.json and, for a language model, generation_config.json.
+
+    Arguments are as in `save_pretrained`.
 
     Args:
       more: further keys of config.json.
     """
-    # The narrowest type that holds every leaf: transformers casts all to the one it finds here.
+    # The narrowest dtype that can hold every leaf: transformers casts all leaves to it.
     dtype = str(jnp.result_type(*dtypes))
     config, values = form.config, form.values | {"dtype": dtype, "torch_dtype": dtype}
     section = dict(extra or {})
     if form.name == "native":
-        own = dataclasses.replace(config, generation="")  # it has a file of its own
+        own = dataclasses.replace(config, generation="")  # it has a separate file
         section |= {"config": config_to_dict(own), "ffn_widths": list(config.ffn_widths)}
     values |= {NATIVE_KEY: section} if section else {}
     values |= more or {}
@@ -281,7 +286,7 @@ def write_configs(
 
 
 def _generation_json(config: ModelConfig) -> dict:
-    """The model's own, or what config.json says of ids."""
+    """Content of generation_config.json: the model's, or the ids of config.json."""
     if config.generation:
         return json.loads(config.generation)
     eos = list(config.eos_id) if isinstance(config.eos_id, tuple) else config.eos_id
@@ -290,10 +295,10 @@ def _generation_json(config: ModelConfig) -> dict:
 
 
 def with_generation(config: ModelConfig, directory: Path) -> ModelConfig:
-    """The config with the directory's generation_config.json, where that says more than the ids.
+    """Return the config with generation_config.json if that contains more than the ids.
 
     Raises:
-      CheckpointError: the file is not JSON, `eos_token_id` is no id, `do_sample` no bool.
+      CheckpointError: the file is not JSON, `eos_token_id` is not an id, or `do_sample` not a bool.
     """
     path = directory / GENERATION
     if not config.lm_head or not path.is_file():

@@ -1,10 +1,10 @@
 """LoRA and DoRA in PEFT's files: adapter_config.json and adapter_model.safetensors.
 
-A directory of them stands for the base model that it names, with the adapters put in. PEFT keeps
-A [rank, in] and B [out, rank] beside torch's modules. Where a file's module holds several of our
-kernels (Phi-3's qkv_proj), A is copied to each and B is cut as the kernel is. PEFT's shapes are the
-same on a base of Conv1D modules (GPT-2's kernels are stored [in, out]); `fan_in_fan_out` only
-describes the base, whose class decides in PEFT too.
+A directory of such files represents its base model with the adapters added. PEFT stores
+A [rank, in] and B [out, rank] for PyTorch's modules. If a module holds several of our kernels
+(Phi-3's qkv_proj), A is copied to each of them and B is split like the kernel. PEFT's shapes are
+the same for a base of Conv1D modules (GPT-2's kernels are stored [in, out]); `fan_in_fan_out` only
+describes the base: in PEFT, too, the module's class decides.
 """
 
 import math
@@ -33,7 +33,7 @@ from ffn_heterogeneity.wording import naming
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
-# Settings that would make another function of the same tensors: refused unless they are off.
+# Settings that change the function of the same tensors: an error unless they are off.
 OFF = (
     "modules_to_save",
     "layer_replication",
@@ -43,24 +43,24 @@ OFF = (
     "target_parameters",
     "trainable_token_indices",
 )
-# Initialisations that take something away from the base's own weights; save_pretrained's
-# path_initial_model_for_weight_conversion makes plain LoRA of them.
+# Initializations that subtract from the base's weights; save_pretrained's
+# path_initial_model_for_weight_conversion converts them to plain LoRA.
 OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Of patterns: characters of one, how many, and seconds for all that a module is tried with.
+# Limits on patterns: length, number, and seconds to match all of them with a module.
 LONGEST, PATTERNS, SECONDS = 200, 10_000, 2.0
 LARGEST_ALPHA = 1e6
 
 
 def is_adapter(path: Path) -> bool:
-    """True if a directory holds adapters alone."""
+    """True if a directory contains only adapters."""
     return (path / CONFIG).is_file() and not (path / "config.json").exists()
 
 
 def base_of(directory: Path) -> str:
-    """The model that the adapters are for: a path (from the directory, too) or a hub id.
+    """Return the adapters' base model: a path (absolute or relative to the directory) or a hub id.
 
     Raises:
-      CheckpointError: none is named, or adapters are.
+      CheckpointError: no base is named, or the base is itself an adapter.
     """
     base = read_object(directory / CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -69,7 +69,7 @@ def base_of(directory: Path) -> str:
     try:
         path = near if near.exists() else Path(base).expanduser()
         path.exists()
-    except (OSError, ValueError, RuntimeError):  # no name that a file could have
+    except (OSError, ValueError, RuntimeError):  # not a valid file name
         raise CheckpointError(
             f"{directory / CONFIG}: base_model_name_or_path={base!r:.60} names no model"
         ) from None
@@ -79,11 +79,11 @@ def base_of(directory: Path) -> str:
 
 
 def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
-    """The stacked tree of the base with LoRA's, and DoRA's, leaves beside its kernels.
+    """Return the stacked tree of the base with the leaves of LoRA or DoRA added to its kernels.
 
     Raises:
-      CheckpointError: settings or tensors that are none of LoRA's, or that the base has no place
-        for; the message names them.
+      CheckpointError: settings or tensors that are not LoRA's or do not fit the base; the message
+        names them.
     """
     settings, leaves = read_object(directory / CONFIG), flatten(unstack(params))
     kind = str(settings.get("peft_type")).upper()
@@ -105,7 +105,7 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
         if a is None or b is None or (m is None) == bool(settings.get("use_dora")):
             raise CheckpointError(f"{directory / WEIGHTS}: {module} lacks one of {names}")
         with naming(f"{directory}: {module}", raised=CheckpointError):
-            # A file's module is [out, in], of Conv1D [in, out].
+            # A module in the file is [out, in]; Conv1D is [in, out].
             b = b.T if family_by_name(config.family).conv1d else b
             added |= _leaves(rule, a, b, m, settings)
     if tensors or not added:
@@ -118,7 +118,7 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
 
 
 def _modules(config: ModelConfig) -> Iterator[tuple[Rule, str]]:
-    """(rule, torch's name) of every module of a layer that holds kernels."""
+    """(rule, PyTorch's name) of every module of a layer that has kernels."""
     for rule in family_by_name(config.family).rules(config):
         if rule.paths[0].startswith("layers/") and rule.paths[0].endswith("/kernel"):
             yield rule, rule.names[0].removesuffix(".weight")
@@ -141,10 +141,10 @@ def _leaves(rule: Rule, a, b, m, settings: Mapping[str, Any]) -> dict[str, np.nd
 
 
 def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """alpha / r, of the module's own where patterns say so; alpha / sqrt(r) of rank-stabilised.
+    """Return alpha / r (rank-stabilized: alpha / sqrt(r)), with a module's values from patterns.
 
     Raises:
-      ValueError: r is not A's rank or below 1, alpha no number, patterns that are none.
+      ValueError: r is not A's rank or below 1, alpha is not a number, or a pattern is invalid.
     """
     until = time.monotonic() + SECONDS
 
@@ -166,13 +166,13 @@ def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _matches(name: str, module: str, seconds: float, where: str) -> bool:
-    """True if PEFT would take the pattern `name`, which somebody else wrote, for the module.
+    """True if PEFT would match the (untrusted) pattern `name` with the module.
 
     Raises:
-      ValueError: it is none, or cannot be told in that time. Repetitions are counted by nobody
-        (they are unrolled), and (?...) is more than any name needs.
+      ValueError: an invalid pattern, or a timeout. Counted repetitions (which the library unrolls)
+        and (?...) are rejected: no module name needs them.
     """
-    import regex  # whose matching, unlike that of `re`, can be timed out
+    import regex  # unlike `re`, it supports a timeout
 
     try:
         if len(name) > LONGEST or "{" in name or re.search(r"\(\?(?!:)", name):
@@ -187,7 +187,7 @@ def _matches(name: str, module: str, seconds: float, where: str) -> bool:
 
 
 def _joined(directory: Path, leaves: dict[str, Any], added: dict[str, Any]) -> dict:
-    """Return the base's leaves and the adapters', each of the shape that its kernel implies."""
+    """Join the base's leaves and the adapters' after checking the adapters' shapes."""
     for path, leaf in added.items():
         module, _, name = path.rpartition("/")
         fan_in, fan_out = leaves[f"{module}/kernel"].shape
@@ -196,8 +196,8 @@ def _joined(directory: Path, leaves: dict[str, Any], added: dict[str, Any]) -> d
         shape = due.get(name, (1,))  # lora_scale
         if leaf.shape != shape:
             raise CheckpointError(
-                f"{directory / WEIGHTS}: {path} has shape {leaf.shape}, {shape} is due: are these "
-                "adapters for another model?"
+                f"{directory / WEIGHTS}: {path} has shape {leaf.shape}; expected {shape}: are "
+                "these adapters for another model?"
             )
         if not all_finite(leaf):
             raise CheckpointError(f"{directory / WEIGHTS}: {path} contains NaN or infinity")
@@ -211,11 +211,11 @@ def save_adapters(
     base: str,
     overwrite: bool = False,
 ) -> Path:
-    """The adapters of a tree, for PEFT on `base`: what it loads gives the same logits.
+    """Save the adapters of a tree for PEFT on `base`, with the same logits.
 
     Raises:
-      CheckpointError: no adapters, other structure beside them, projections of one torch module
-        with unlike A (fold those), or a directory that exists.
+      CheckpointError: no adapters, other structure besides them, kernels of one PyTorch module with
+        different A (fold those), or an existing directory.
     """
     if Path(directory).exists() and not overwrite:
         raise CheckpointError(f"{directory} exists: use another, or overwrite")
@@ -246,7 +246,7 @@ def save_adapters(
         ranks[module] = a.shape[-1]
         alphas[module] = float(leaves[f"{own[0]}/lora_scale"][0]) * ranks[module]
     if not tensors:
-        raise CheckpointError("the model has no LoRA beside its kernels")
+        raise CheckpointError("the model has no LoRA adapters")
     rank, alpha = max(ranks.values()), next(iter(alphas.values()))
     settings = {
         "peft_type": "LORA",

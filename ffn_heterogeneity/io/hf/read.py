@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints in: directories and hub ids, safetensors only, no torch, no pickles.
+"""Reading of Hugging Face directories and hub ids: only safetensors, without PyTorch or pickle.
 
 `read_pretrained` is strict: every tensor is mapped exactly once, or an error names it and its file.
-Its inverse, `save_pretrained`, is written in `export.py`.
+Its inverse, `save_pretrained`, is in `export.py`.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ _HUB_PATTERNS = [
 
 
 def read_config(directory: str | os.PathLike) -> ModelConfig:
-    """The model's config from config.json; the native section, where there is one, wins.
+    """Read the model's config from config.json; a native section takes priority.
 
     Raises:
       CheckpointError: no config.json, not JSON, an unknown kind of model, or missing fields.
@@ -60,7 +60,7 @@ def _described(directory: str | os.PathLike) -> tuple[ModelConfig, Family, dict[
         config = config_from_dict(native["config"]) if own else config_from_hf(values)
         family = family_by_name(config.family)
         by_tensors = None if own else family.by_tensors
-        # Names of the tensors decide what config.json leaves open.
+        # The tensors' names decide what config.json does not specify.
         asked = by_tensors is not None or not values.get("architectures")
         names = _names(directory, family) if asked else set()
         if by_tensors is not None and names:
@@ -72,7 +72,7 @@ def _described(directory: str | os.PathLike) -> tuple[ModelConfig, Family, dict[
             head = HeadConfig.of(native[ROOT]["name"], native[ROOT]["settings"])
         config = dataclasses.replace(config, head=head)
         if head and head.name in HEADS:
-            make_head(config, head)  # its settings can be
+            make_head(config, head)  # checks the head's settings
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -83,7 +83,7 @@ def _described(directory: str | os.PathLike) -> tuple[ModelConfig, Family, dict[
 
 
 def _names(directory: str | os.PathLike, family: Family) -> set[str]:
-    """The family's own names of the directory's tensors; empty: none are there."""
+    """Names of the directory's tensors in the family's form; empty if it has none."""
     found = safetensors.open_directory(directory) if safetensors.is_there(directory) else ()
     return {family.own_name(name) for name in found}
 
@@ -91,11 +91,11 @@ def _names(directory: str | os.PathLike, family: Family) -> set[str]:
 def read_pretrained(
     directory: str | os.PathLike, *, dtype: Any = None, check_finite: bool = True
 ) -> tuple[ModelConfig, dict]:
-    """`(config, stacked tree of numpy arrays)` of a directory.
+    """Return `(config, stacked tree of numpy arrays)` of a directory.
 
     Args:
-      dtype: cast every leaf to it; None keeps the stored types (bf16 through ml_dtypes).
-      check_finite: refuse NaN and infinity.
+      dtype: dtype of every leaf; None keeps the stored dtypes (bf16 through ml_dtypes).
+      check_finite: raise an error for NaN and infinity.
 
     Raises:
       CheckpointError: see `read_config`, `safetensors.open_directory`, `assemble` and
@@ -111,8 +111,10 @@ def read_pretrained(
 
 
 def read_shapes(directory: str | os.PathLike) -> tuple[ModelConfig, dict]:
-    """The result of `read_pretrained` with shapes and dtypes for leaves: only headers are read.
-    Errors are the same, but for those of values."""
+    """Return the result of `read_pretrained` with shapes and dtypes as leaves; reads only headers.
+
+    Raises the same errors, except those about values.
+    """
     config, family, values = _described(directory)
     section = _structure_section(directory, values)
     leaves = leaf_shapes(config, *_tables(directory, config, family, values, told=False))
@@ -128,7 +130,7 @@ def _tables(
     values: Mapping[str, Any],
     told: bool = True,
 ) -> tuple:
-    """(rules, tensors, regexes of redundant ones, shapes of leaves beside the model's own)."""
+    """(rules, tensors, regexes of redundant ones, shapes of additional leaves)."""
     tensors, rules = _stored(directory, config, family, told), family.rules(config)
     if classifiers.is_class(values, family, tensors):
         rules = [*rules, *classifiers.head_rules(family)]
@@ -139,16 +141,16 @@ def _tables(
 def open_pretrained(
     directory: str | os.PathLike,
 ) -> tuple[ModelConfig, Family, list[Rule], dict[str, Stored]]:
-    """(config, family, its rules, its tensors) of a directory whose tensors are read one by one.
+    """Return (config, family, its rules, its tensors) of a directory, to read tensors one by one.
 
     Raises:
-      CheckpointError: as `read_pretrained`, values apart; the directory keeps structure.
+      CheckpointError: as `read_pretrained`, except for values; a directory with structure.
     """
     config, family, values = _described(directory)
     if _structure_section(directory, values):
         raise CheckpointError(
-            f"{directory} keeps structure (masks, adapters, P), which surgery from checkpoint to "
-            "checkpoint does not read: leave streaming=true out"
+            f"{directory} keeps structure (masks, adapters, P), which a streaming surgery does not "
+            "read: leave streaming=true out"
         )
     rules, tensors = family.rules(config), _stored(directory, config, family)
     leaf_shapes(config, rules, tensors, family.redundant)
@@ -156,7 +158,7 @@ def open_pretrained(
 
 
 def _structure_section(directory: str | os.PathLike, values: Mapping[str, Any]) -> dict:
-    """The section of config.json on kept structure (io/hf/structure.py); empty: there is none."""
+    """Section of config.json about saved structure (io/hf/structure.py); empty if there is none."""
     own = values.get(NATIVE_KEY, {})
     section = own.get(KEY, {}) if isinstance(own, dict) else None
     if not isinstance(section, dict):
@@ -167,8 +169,10 @@ def _structure_section(directory: str | os.PathLike, values: Mapping[str, Any]) 
 def _stored(
     directory: str | os.PathLike, config: ModelConfig, family: Family, told: bool = True
 ) -> dict[str, Stored]:
-    """The directory's tensors by the family's own names, without unused ones (`told`: listed on
-    stderr): heads of pre-training, and a pooler that the model's class does not read.
+    """Return the directory's tensors by the family's names, without unused ones.
+
+    Unused are pre-training heads, and a pooler that the model's class does not read; with `told`
+    they are listed on stderr.
 
     Raises:
       CheckpointError: a tensor under two names; and as `safetensors.open_directory`.
@@ -200,14 +204,14 @@ def download(
     weights: bool = True,
     only: Sequence[str] | None = None,
 ) -> Path:
-    """A local copy of the hub repository: config, safetensors, tokenizer; nothing else.
+    """Download a hub repository's config, safetensors and tokenizer; return the local directory.
 
     Args:
-      weights: False: config.json alone.
+      weights: False: only config.json.
       only: patterns of the files to fetch instead.
 
     Raises:
-      CheckpointError: offline, not found, gated, or not a valid id; one line with the way out.
+      CheckpointError: offline, not found, gated, or not a valid id; the message names the fix.
     """
     import huggingface_hub
 

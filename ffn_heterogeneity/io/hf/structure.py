@@ -2,12 +2,12 @@
 
 A directory that keeps its structure holds
 
-    model.safetensors     the folded weights: what any other tool reads, the same function
-    structure/            the structural leaves and the kernels beside them, unfolded, by path
+    model.safetensors     the folded weights, which other tools read: the same function
+    structure/            the structural leaves and their kernels, unfolded, by path
     config.json           under "ffn_heterogeneity": "structure": digests of both
 
-A reader of ours puts the leaves back; where a file of structure/ is missing or altered, or the
-folded weights are no longer those that were written (another tool trained them), it refuses.
+`load_model` restores the leaves. It raises an error if a file of structure/ is missing or altered,
+or if the folded weights have changed (e.g. another tool trained them).
 """
 
 import hashlib
@@ -39,7 +39,7 @@ FOLDER, KEY = "structure", "structure"
 
 
 def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The leaves of an unstacked tree that folding would lose, and the kernels they touch."""
+    """Leaves of an unstacked tree that folding would lose, and the kernels that they modify."""
     own, touched = adapter_leaves(), set()
     for path in leaves:
         module, _, name = path.rpartition("/")
@@ -56,7 +56,7 @@ def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
-    """Flat leaves of an unstacked tree, adapters folded, held to the config's names and shapes."""
+    """Flat leaves of a folded, unstacked tree, checked against the config's names and shapes."""
     with naming(f"a {config.family} checkpoint", LeafError, CheckpointError):
         leaves = flatten(fold(config, tree))
     shapes = expected_shapes(config)
@@ -66,19 +66,19 @@ def checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
         raise CheckpointError(f"a {config.family} checkpoint has no place for {unknown[:5]}")
     for path, shape in shapes.items():
         if leaves[path].shape != shape:
-            raise CheckpointError(f"{path} has shape {leaves[path].shape}, the config asks {shape}")
+            raise CheckpointError(f"{path} has shape {leaves[path].shape}; expected {shape}")
     return leaves
 
 
 @products()
 def fold(config: ModelConfig, tree: dict) -> dict:
-    """Masks and adapters into kernels, factors of neurons into the rows of down; the rest as is.
+    """Fold masks and adapters into kernels, and neuron factors into the rows of down.
 
     Args:
       tree: unstacked.
 
     Raises:
-      LeafError: a leaf in the layers that nothing declares, or of other axes than are declared.
+      LeafError: a leaf in the layers is not declared, or has other axes than declared.
     """
     for layer, own in enumerate(tree["layers"]):
         declared_at(config, Place(layer, None, ""), own)
@@ -94,7 +94,7 @@ def _folded(node: Any, place: str = "") -> Any:
     if adapters:
         dtype = node["kernel"].dtype if "kernel" in node else np.float32
         kernel = narrowed(f"{place}kernel", np.asarray(effective_kernel(node)), dtype)
-        # What is no adapter's stays, for the check of names to refuse.
+        # Other leaves stay, so that the check of names rejects them.
         return {"kernel": kernel} | {
             k: v for k, v in node.items() if k != "kernel" and k not in adapters
         }
@@ -113,11 +113,11 @@ def _folded(node: Any, place: str = "") -> Any:
 def write_structure(
     directory: Path, kept: Mapping[str, np.ndarray], folded: Mapping[str, np.ndarray]
 ) -> dict[str, str]:
-    """Writes `<directory>/structure/`; returns the section of config.json that vouches for it.
+    """Write `<directory>/structure/`; return its section of config.json with the digests.
 
     Args:
       kept: from `structural_leaves`.
-      folded: path -> leaf of the weights as they stand in the checkpoint.
+      folded: path -> leaf of the weights in the checkpoint.
     """
     folder = directory / FOLDER
     folder.mkdir()
@@ -131,11 +131,11 @@ def write_structure(
 def read_structure(
     directory: Path, config: ModelConfig, params: dict, section: Mapping[str, Any], dtype: Any
 ) -> dict:
-    """The stacked tree with the structure put back.
+    """Return the stacked tree with the structure restored.
 
     Args:
-      params: the folded weights, stacked, as they were read (not cast).
-      section: of config.json, see `write_structure`.
+      params: the folded weights, stacked, in the stored dtypes.
+      section: the section of config.json, see `write_structure`.
       dtype: see `cast`.
 
     Raises:
@@ -145,8 +145,8 @@ def read_structure(
     folder, leaves = directory / FOLDER, flatten(unstack(params))
     if not folder.is_dir():
         raise CheckpointError(
-            f"{directory}: {FOLDER}/ is missing, which config.json speaks of: copy the directory "
-            "whole, or remove the section from config.json to read the folded weights alone"
+            f"{directory}: {FOLDER}/ is missing, but config.json refers to it: copy the whole "
+            "directory, or remove the section from config.json to read the folded weights alone"
         )
     if _digest_of_files(folder) != section.get("files"):
         raise CheckpointError(f"{folder} was altered or cut: copy the directory again")
@@ -160,15 +160,15 @@ def read_structure(
 
 
 def put_back(config: ModelConfig, leaves: Mapping[str, Any], kept: Mapping[str, Any]) -> dict:
-    """The stacked tree of the folded weights' leaves with those of structure/; of shapes, too."""
-    # What quantised codes stand for is no leaf beside them.
+    """Stack the folded weights with the leaves of structure/; also works on shapes."""
+    # Quantized codes replace the kernel that they represent.
     gone = {f"{path.rpartition('/')[0]}/kernel" for path in kept} - set(kept)
     whole = {path: leaf for path, leaf in leaves.items() if path not in gone}
     return restack(config, unflatten(whole | dict(kept)))
 
 
 def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
-    """The leaves in `dtype` (None: as they are), but for those that are data."""
+    """Cast the leaves to `dtype` (None: unchanged), except those that are data."""
     beside, new = adapter_leaves() | FFN_LEAVES, dict(leaves)
     data = {name for name, leaf in beside.items() if not leaf.trains}
     for path, leaf in leaves.items():
@@ -178,8 +178,10 @@ def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
 
 
 def _head_shapes(folder: Path, config: ModelConfig, kept: Mapping[str, Any]) -> dict[str, tuple]:
-    """{leaf: shape} that the head in structure/ has to have; a head whose module is not imported
-    has any."""
+    """{leaf: shape} that the head in structure/ must have.
+
+    A head whose module is not imported may have any leaves.
+    """
     found = {path: leaf.shape for path, leaf in kept.items() if path.startswith(f"{ROOT}/")}
     if not (found and config.head and config.head.name in HEADS):
         return found
@@ -191,10 +193,10 @@ def _head_shapes(folder: Path, config: ModelConfig, kept: Mapping[str, Any]) -> 
 
 
 def _read(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the leaves in structure/, each with the shape, dtype and range that are declared.
+    """Read the leaves in structure/ and check their declared shapes, dtypes and ranges.
 
     Raises:
-      CheckpointError: names a leaf that is not declared, or not so.
+      CheckpointError: a leaf is not declared or differs from its declaration; names the leaf.
     """
     kept = {path: np.array(view) for path, (view, _) in open_directory(folder).items()}
     modules: dict[str, dict[str, np.ndarray]] = {}
@@ -214,7 +216,7 @@ def _read(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
             raise CheckpointError(f"{folder}: {path!r} is {leaf.dtype}, not {wanted}")
         if not expected and not all_finite(leaf):
             raise CheckpointError(f"{folder}: {path!r} contains NaN or infinity")
-        if said and said.numbers:  # places of neurons, each once and in their order
+        if said and said.numbers:  # indices of neurons, unique and ascending
             end = sized[said.numbers]
             if not leaf.size or not np.all(np.diff([-1, *leaf.tolist(), end]) > 0):
                 raise CheckpointError(f"{folder}: {path!r} must rise, from 0 to below {end}")
@@ -234,7 +236,7 @@ def _read(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
 def _declared(
     config: ModelConfig, path: str, leaf: np.ndarray
 ) -> tuple[Leaf | None, dict[str, int]]:
-    """(what is declared of a layer's leaf, the sizes that its axes must have); or (None, {})."""
+    """(the declaration of a layer's leaf, the sizes that its axes must have); or (None, {})."""
     match = re.fullmatch(r"layers/(\d+)/(.*)", path)
     if not match or int(match[1]) >= config.n_layers:
         return None, {}
@@ -252,7 +254,7 @@ def _declared(
 
 
 def _kernels(kept: Iterable[str]) -> list[str]:
-    """Of the folded weights, those that the structure stands for."""
+    """Paths of the folded weights that the structure replaces."""
     modules = set()
     for path in kept:
         module, _, name = path.rpartition("/")
@@ -273,7 +275,7 @@ def _digest(leaves: Mapping[str, np.ndarray], paths: Iterable[str]) -> str:
 def _digest_of_files(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise CheckpointError(f"{path} is no regular file: copy the directory again")
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())

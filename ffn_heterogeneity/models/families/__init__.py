@@ -1,6 +1,6 @@
 """Registry of model families: by name, config.json, GGUF architecture or preset.
 
-A further family is one module with a `FAMILY` and one entry in `_MODULES`.
+To add a family, write a module with a `FAMILY` and add an entry to `_MODULES`.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ PRESETS: dict[str, tuple[ModelConfig, str]] = {
 
 
 def family_by_name(name: str) -> Family:
-    """The family `name`.
+    """Return the family of that name.
 
     Raises:
       ConfigError: unknown; the message lists the known ones.
@@ -49,7 +49,7 @@ def family_by_name(name: str) -> Family:
 
 
 def preset(name: str) -> tuple[ModelConfig, str]:
-    """`(config, hub id)` of a preset such as "gemma2_2b".
+    """Return `(config, hub id)` of a preset such as "gemma2_2b".
 
     Raises:
       ConfigError: unknown; the message lists the known ones.
@@ -59,7 +59,7 @@ def preset(name: str) -> tuple[ModelConfig, str]:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """config.json; FFNs of unequal width under `per_layer_config`, as transformers 5.15 has it."""
+    """Return config.json; unequal FFN widths are in `per_layer_config`, as in transformers 5.15."""
     family = family_by_name(config.family)
     values = family.to_hf(config)
     if not config.uniform_width:
@@ -69,9 +69,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
-    """`ModelConfig` of config.json, by `model_type`, else by `architectures`.
+    """Return the `ModelConfig` of config.json, by `model_type`, else by `architectures`.
 
-    Of `per_layer_config` and `block_configs` the widths are read.
+    Only widths are read from `per_layer_config` and `block_configs`.
 
     Raises:
       ConfigError: unknown kind of model (the message lists the known ones), or settings that the
@@ -79,7 +79,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """
     if values.get("quantization_config"):
         raise ConfigError(
-            "quantised checkpoints (quantization_config) are not read: use the "
+            "quantized checkpoints (quantization_config) are not supported: use the "
             "original weights or a GGUF file"
         )
     values = from_deci(values) if values.get("model_type") == MODEL_TYPE else values
@@ -99,19 +99,19 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
 def _with_layers(
     config: ModelConfig, layers: Mapping[str, Mapping[str, Any]], key: str
 ) -> ModelConfig:
-    """The config with what `per_layer_config` says of single layers."""
+    """Return the config with the widths of `per_layer_config`."""
     widths = list(config.ffn_widths)
     for name, settings in layers.items():
         i, others = int(name), set(settings) - {key}
         if not 0 <= i < len(widths) or others:
             what = f"sets {', '.join(sorted(others))}" if others else f"the model has {len(widths)}"
-            raise ConfigError(f"per_layer_config of layer {name}: {what}; widths alone are read")
+            raise ConfigError(f"per_layer_config of layer {name}: {what}; only widths are read")
         widths[i] = settings.get(key, widths[i])
     return config.with_widths(widths) if layers else config
 
 
 def family_from_gguf(architecture: str) -> Family:
-    """The family of a GGUF `general.architecture`.
+    """Return the family of a GGUF `general.architecture`.
 
     Raises:
       ConfigError: unknown; the message lists the known ones.

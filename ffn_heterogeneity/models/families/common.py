@@ -25,19 +25,19 @@ from ffn_heterogeneity.models.families.rules import Rule, one_to_one
 from ffn_heterogeneity.wording import check_choice
 
 ByTensors = Callable[[ModelConfig, Mapping[str, Any], Collection[str]], ModelConfig]
-# A file's word is not enough to build more.
+# Upper bound for untrusted files.
 MAX_LAYERS = 10_000
 
 
-# One tensor per leaf: with Llama's names, with those of Gemma 2 and 3, which have post-norms, and
-# with llama.cpp's.
+# Tables for one tensor per leaf: Llama's names, those of Gemma 2 and 3 (with post-norms), and
+# llama.cpp's.
 hf_rules = functools.partial(one_to_one, names=HF_NAMES)
 hf_post_norm_rules = functools.partial(one_to_one, names=HF_POST_NORM_NAMES)
 gguf_rules = functools.partial(one_to_one, names=GGUF_NAMES)
 
 
 def no_gguf(meta: Mapping[str, Any]) -> ModelConfig:
-    """Raises ConfigError: `Family.from_gguf` of a family that has no GGUF files here."""
+    """Raise ConfigError; the `from_gguf` of families without GGUF support."""
     raise ConfigError("GGUF files of this family are neither read nor written")
 
 
@@ -47,33 +47,33 @@ def _keep(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One family of models and how it is written by others.
+    """A family of models, and its file formats.
 
     Attributes:
       architecture: the class in config.json's `architectures`.
       presets: {name: (config, hub id)} with the published shapes.
       from_hf, to_hf: config.json's dict -> `ModelConfig` and back.
       from_gguf: metadata (keys without the architecture's prefix; "vocab_size", "tied", token ids
-        and, where the file has it, the tensor "rope_freqs" added by the reader) -> `ModelConfig`;
-        or `no_gguf`.
+        and, if the file has it, the tensor "rope_freqs" added by the reader) -> `ModelConfig`; or
+        `no_gguf`.
       model_type, gguf_architecture: config.json's `model_type` and GGUF's `general.architecture`,
-        where they are not the family's name.
+        if they differ from the family's name.
       rules: `ModelConfig` -> the `Rule`s of a safetensors checkpoint.
-      redundant: regexes of tensors that carry no information of their own and may be ignored.
-      left_out: regexes of tensors that have no place here (heads of pre-training): the reader says
-        that they are not read.
-      own_name: a tensor's name in somebody's file -> its name in `rules`.
-      by_tensors: `(config, config.json's dict, names of the tensors)` -> the config, with what
-        config.json leaves open; None: it says all.
+      redundant: regexes of tensors that contain no information and may be ignored.
+      left_out: regexes of unsupported tensors (pre-training heads); the reader prints that they are
+        not read.
+      own_name: a tensor's name in a file -> its name in `rules`.
+      by_tensors: `(config, config.json's dict, names of the tensors)` -> the config, with settings
+        that config.json does not specify; None: it specifies all.
       width_key: an FFN's width in config.json's `per_layer_config`.
-      conv1d: kernels are stored [in, out], as transformers' Conv1D has them.
-      prefix, classifier: what a model's tensors are called behind in a classifier's file, and the
-        tensors of its head by their leaves (io/hf/classifiers.py).
-      classifier_stem: of the classifier's class, where it is not the architecture's.
-      torch_final_norm: where transformers' model has its final norm.
+      conv1d: kernels are stored [in, out], as in transformers' Conv1D.
+      prefix, classifier: prefix of the model's tensors in a classifier's file, and the tensors of
+        its head by leaf (io/hf/classifiers.py).
+      classifier_stem: stem of the classifier's class, if it differs from the architecture's.
+      torch_final_norm: name of the final norm in transformers' model.
       gguf_rules, gguf_transform: the `Rule`s of a GGUF file, and `(config, path, float32 leaf) ->
-        leaf` undoing what llama.cpp's converter did; gguf_untransform: doing it.
-      gguf_uneven: the architecture whose graph in llama.cpp takes a width for each layer; "": none.
+        leaf` that undoes the transforms of llama.cpp's converter; gguf_untransform: its inverse.
+      gguf_uneven: the llama.cpp architecture that has a width for each layer; "": none.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Family:
 
     @property
     def dense(self) -> bool:
-        """True if the family's classifiers have a dense layer of their own (RoBERTa's)."""
+        """True if the family's classifiers have a dense layer (RoBERTa's)."""
         return "dense/kernel" in self.classifier
 
 
@@ -128,16 +128,16 @@ def activation_to_hf(name: str) -> str:
 
 
 def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json over the class defaults of transformers, because the hub's files leave those out.
+    """Add the defaults of transformers' class to config.json, because files on the hub omit them.
 
-    A null is as if left out, but for special tokens: there it says that the model has none.
+    A null counts as omitted, except for special tokens, where it means that the model has none.
     """
     said = {k: v for k, v in values.items() if v is not None or k.endswith("_token_id")}
     return {**defaults, **said}
 
 
 def base_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `ModelConfig` that every decoder spells alike, as `with_defaults` reads them."""
+    """Fields of `ModelConfig` with the same keys for every decoder, read by `with_defaults`."""
     values = with_defaults(values, defaults)
     needed = ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers")
     missing = [k for k in (*needed, "intermediate_size") if k not in values]
@@ -148,7 +148,7 @@ def base_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     check_counts({key: values[key] for key in optional if values.get(key) is not None})
     layers = values["num_hidden_layers"]
     if layers > MAX_LAYERS:
-        raise ConfigError(f"num_hidden_layers={layers}: at most {MAX_LAYERS:,} are built")
+        raise ConfigError(f"num_hidden_layers={layers}: at most {MAX_LAYERS:,} are supported")
     heads, eos = values["num_attention_heads"], values.get("eos_token_id")
     return {
         "vocab_size": values["vocab_size"],
@@ -175,10 +175,10 @@ def decoder_from_hf(
     windows: int | None | Sequence[int | None] = None,
     fraction: float | None = None,
 ) -> ModelConfig:
-    """The model of a config.json whose layers share a width and a rope.
+    """Return the config of a model whose layers share a width and a rope.
 
     Args:
-      fields: `base_from_hf`'s, and the family's own.
+      fields: those of `base_from_hf`, and the family's.
       windows: as in `layers_of`; fraction: as in `shared_rope_from_hf`.
     """
     rope = shared_rope_from_hf(values, fields["max_position"], fraction)
@@ -189,12 +189,12 @@ def decoder_from_hf(
 
 
 def token_id(value: Any) -> Any:
-    """None for -1, which stands for no token in Llama's files (in GGUF as 2^32 - 1)."""
+    """Return None for -1, which means no token in Llama's files (in GGUF: 2^32 - 1)."""
     return None if value in (-1, (1 << 32) - 1) else value
 
 
 def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """Inverse of `base_from_hf`, and the first layer's rope for transformers 4 and 5 and vLLM.
+    """Inverse of `base_from_hf`, with the first layer's rope for transformers 4 and 5 and vLLM.
 
     `intermediate_size` is the widest layer's.
     """
@@ -225,7 +225,7 @@ def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[
 
 
 def base_from_gguf(meta: Mapping[str, Any], rms: bool = True) -> dict[str, Any]:
-    """Fields of `ModelConfig` that llama.cpp writes alike for every decoder; `rms`: its norms."""
+    """Fields of `ModelConfig` with the same GGUF keys for every decoder; `rms`: kind of norms."""
     needed = ("embedding_length", "feed_forward_length", "block_count", "attention.head_count")
     epsilon = f"attention.layer_norm_{'rms_' if rms else ''}epsilon"
     missing = [k for k in (*needed, epsilon) if k not in meta]
@@ -233,7 +233,7 @@ def base_from_gguf(meta: Mapping[str, Any], rms: bool = True) -> dict[str, Any]:
         raise ConfigError(f"GGUF metadata lacks {', '.join(missing)}")
     check_counts({key: meta[key] for key in needed if key != "feed_forward_length"})
     if meta["block_count"] > MAX_LAYERS:
-        raise ConfigError(f"block_count={meta['block_count']}: at most {MAX_LAYERS:,} are built")
+        raise ConfigError(f"block_count={meta['block_count']}: at most {MAX_LAYERS:,} supported")
     heads, d = meta["attention.head_count"], meta["embedding_length"]
     head_dim = meta.get("attention.key_length") or meta.get("rope.dimension_count") or d // heads
     return {
@@ -258,13 +258,13 @@ def decoder_from_gguf(
     rope: RopeConfig | None = None,
     windows: int | None | Sequence[int | None] = None,
 ) -> ModelConfig:
-    """The model of a GGUF file whose layers share a rope, with `base_from_gguf`'s fields."""
+    """Config of a GGUF file whose layers share a rope, with the fields of `base_from_gguf`."""
     rope = rope or RopeConfig(short_float(meta.get("rope.freq_base", 10_000.0)))
     return ModelConfig(family=family, layers=layers_of(gguf_widths(meta), rope, windows), **fields)
 
 
 def gguf_widths(meta: Mapping[str, Any]) -> list[int]:
-    """FFN widths, one per layer (the key holds a number, or a list where layers differ)."""
+    """Return the FFN widths, one per layer (the key has a number, or a list if layers differ)."""
     widths, count = meta["feed_forward_length"], meta["block_count"]
     widths = widths if isinstance(widths, list) else [widths] * count
     if len(widths) != count:
@@ -274,13 +274,13 @@ def gguf_widths(meta: Mapping[str, Any]) -> list[int]:
 
 
 def check_counts(values: Mapping[str, Any]) -> None:
-    """Refuses what is no number of things, before anything is built from it."""
+    """Check that all values are counts, before anything is built from them."""
     for key, value in values.items():
         check_count(key, value)
 
 
 def short_float(value: float) -> float:
-    """The shortest decimal that is this float32: 9.99999975e-06 in the file means 1e-05."""
+    """Shortest decimal that rounds to this float32: 9.99999975e-06 in the file means 1e-05."""
     return float(str(np.float32(value)))
 
 
@@ -290,11 +290,11 @@ def layers_of(
     windows: int | None | Sequence[int | None] = None,
     local: RopeConfig | None = None,
 ) -> tuple[LayerConfig, ...]:
-    """Layers that differ in width and window alone.
+    """Layers that differ only in width and window.
 
     Args:
-      windows: of each layer, or of all.
-      local: the rope of the layers with a window, where that is another.
+      windows: one per layer, or one for all.
+      local: the rope of the layers with a window, if it differs.
     """
     each = windows if isinstance(windows, Sequence) else [windows] * len(widths)
     return tuple(
@@ -304,7 +304,7 @@ def layers_of(
 
 
 def published(family, shape, rope=RopeConfig(), window=None, **fields: Any) -> ModelConfig:
-    """A published model of layers, FFN width, d_model, heads and key-value heads."""
+    """Config of a published model from (layers, FFN width, d_model, heads, key-value heads)."""
     layers, width, d_model, heads, kv_heads = shape
     sizes = {"d_model": d_model, "n_heads": heads, "n_kv_heads": kv_heads}
     sizes |= {"head_dim": d_model // heads, "layers": layers_of([width] * layers, rope, window)}
@@ -312,7 +312,7 @@ def published(family, shape, rope=RopeConfig(), window=None, **fields: Any) -> M
 
 
 def one_window(config: ModelConfig) -> int | None:
-    """The window of a family whose layers share it; ConfigError where they do not."""
+    """Return the window that all layers share; ConfigError if they differ."""
     windows = {layer.window for layer in config.layers}
     if len(windows) > 1:
         raise ConfigError(f"family {config.family!r} has one window for all layers, not {windows}")
@@ -320,7 +320,7 @@ def one_window(config: ModelConfig) -> int | None:
 
 
 def windows_from_hf(values: Mapping[str, Any], every: int) -> list[int | None]:
-    """Window per layer from `layer_types`, else every `every`-th layer is global."""
+    """Window per layer from `layer_types`; by default every `every`-th layer is global."""
     count = values["num_hidden_layers"]
     kinds = values.get("layer_types") or [
         "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)

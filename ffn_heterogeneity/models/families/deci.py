@@ -14,21 +14,21 @@ _NUMBERS = ("n_heads_in_group", "ffn_mult", "intermediate_size")
 
 
 def to_deci(config: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json in that form.
+    """Convert config.json to that form.
 
     Args:
-      values: config.json of the same model as its family writes it.
+      values: the family's config.json of the same model.
 
     Raises:
-      ConfigError: what cannot be said in it, and the way out.
+      ConfigError: the form cannot express the model; the message names the reason and a solution.
     """
     rope, odd = config.layers[0].rope, [w for w in config.ffn_widths if w % STEP]
     lacks = {
         f"the family {config.family}": config.family != "llama",
-        f"FFNs of {odd[:3]} neurons (multiples of {STEP} alone)": bool(odd),
+        f"FFNs of {odd[:3]} neurons (only multiples of {STEP})": bool(odd),
         f"the activation {config.activation}": config.activation != "silu",
         f"heads of {config.head_dim}": config.head_dim * config.n_heads != config.d_model,
-        # llama.cpp's converter drops the first, and takes 8,192 whatever the second says.
+        # llama.cpp's converter drops the first, and ignores the second (it uses 8,192).
         "linear rope scaling": rope.linear_factor != 1.0,
         "rope scaling from another length than 8192": bool(rope.llama3) and rope.llama3[3] != 8192,
     }
@@ -53,7 +53,7 @@ def to_deci(config: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_deci(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config.json as a Llama's, widths under `per_layer_config`.
+    """Convert such a config.json to a Llama's, with widths under `per_layer_config`.
 
     Raises:
       ConfigError: blocks that are not attention and an FFN, or differ in more than width.
@@ -74,8 +74,8 @@ def from_deci(values: Mapping[str, Any]) -> dict[str, Any]:
         widths.append(-(-inner // STEP) * STEP if inner else ffn["intermediate_size"])
     if len(blocks) != values["num_hidden_layers"] or len(groups) != 1 or not min(groups) > 0:
         raise ConfigError(
-            f"block_configs: as many as layers, of one n_heads_in_group, are read, "
-            f"not {len(blocks)} of {groups}"
+            f"block_configs: expected one per layer with one n_heads_in_group, "
+            f"got {len(blocks)} with {groups}"
         )
     return {
         **values,

@@ -1,7 +1,7 @@
-"""BERT's and RoBERTa's common part: an encoder with a norm after every sum, and its files' names.
+"""Common part of BERT and RoBERTa: an encoder with a norm after every sum, and its tensor names.
 
-Learned positions and token types, norms, biases and plain FFNs with exact GELU. The heads that such
-models were pre-trained with have no place here.
+They have learned positions and token types, norms, biases and plain FFNs with exact GELU. Their
+pre-training heads are not supported.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _DEFAULTS = {
     "hidden_act": "gelu",
     "attention_probs_dropout_prob": 0.1,
 }
-# Of config.json: ours alone, since transformers takes it as an argument.
+# Key of config.json that only we write: transformers takes it as an argument.
 _POOLER = "add_pooling_layer"
 # Keys of `common.base_to_hf` that their classes do not have.
 _NOT_THEIRS = {"num_key_value_heads", "head_dim", "rms_norm_eps"}
@@ -28,7 +28,7 @@ _NOT_THEIRS |= {"attention_bias", "attention_dropout"}
 
 
 def encoder(family: str, widths, fields: Mapping[str, Any], **more: Any) -> ModelConfig:
-    """An encoder of this kind with these FFN widths; `more` wins over `fields`."""
+    """An encoder of this kind with these FFN widths; `more` takes priority over `fields`."""
     kind = {"ffn_kind": "plain", "rope": None, "causal": False, "norm_placement": "post"}
     biases = dict.fromkeys(("attention_bias", "attention_out_bias", "ffn_bias"), True)
     own = {"norm_kind": "layer", "positions": "learned", "embedding_norm": True, "lm_head": False}
@@ -37,7 +37,7 @@ def encoder(family: str, widths, fields: Mapping[str, Any], **more: Any) -> Mode
 
 
 def published(family: str, shape: tuple[int, int, int], **fields: Any) -> ModelConfig:
-    """A published encoder of layers, d_model and heads."""
+    """Config of a published encoder from (layers, d_model, heads)."""
     layers, d_model, heads = shape
     sizes = {"d_model": d_model, "n_heads": heads, "n_kv_heads": heads}
     sizes |= {"head_dim": d_model // heads, "activation": "gelu", "attention_dropout": True}
@@ -47,11 +47,11 @@ def published(family: str, shape: tuple[int, int, int], **fields: Any) -> ModelC
 def from_hf(
     family: str, values: Mapping[str, Any], defaults: Mapping[str, Any], pooler: bool
 ) -> ModelConfig:
-    """config.json of such a model, or of one with a head on it.
+    """Read config.json of such a model, with or without a head.
 
     Args:
-      defaults: of its class, where they are not BERT's.
-      pooler: whether there is one, where config.json does not say.
+      defaults: the class's defaults, if they differ from BERT's.
+      pooler: whether there is a pooler if config.json does not specify it.
 
     Raises:
       ConfigError: other positions than absolute ones, a decoder, cross-attention.
@@ -59,10 +59,10 @@ def from_hf(
     values = common.with_defaults(values, {**_DEFAULTS, **defaults})
     kind = values.get("position_embedding_type", "absolute")
     if kind != "absolute":
-        raise ConfigError(f"position_embedding_type={kind!r}: absolute positions alone are read")
+        raise ConfigError(f"position_embedding_type={kind!r}: only absolute is supported")
     for key in ("is_decoder", "add_cross_attention"):
         if values.get(key):
-            raise ConfigError(f"{key}=true: {family} is read as an encoder alone")
+            raise ConfigError(f"{key}=true: {family} is supported only as an encoder")
     own = {"rms_norm_eps": values["layer_norm_eps"], "num_key_value_heads": None, "head_dim": None}
     fields = common.base_from_hf({**values, **own, "tie_word_embeddings": True}, {})
     fields["activation"] = common.activation_from_hf(values["hidden_act"])
@@ -92,12 +92,12 @@ def to_hf(config: ModelConfig, architecture: str) -> dict[str, Any]:
 
 
 def tensor_rules(config: ModelConfig) -> list[rules.Rule]:
-    """One tensor per leaf, named as in a model without a head."""
+    """Rules of one tensor per leaf, named as in a model without a head."""
     return rules.one_to_one(config, BERT_NAMES)
 
 
 def own_name(name: str) -> str:
-    """A tensor's name without the prefix of models with a head, and norms as PyTorch calls them."""
+    """A tensor's name without the prefix of models with a head, and with PyTorch's norm names."""
     name = re.sub(r"^(bert|roberta)\.", "", name)
     name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
     return re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
@@ -106,9 +106,9 @@ def own_name(name: str) -> str:
 def by_tensors(
     config: ModelConfig, values: Mapping[str, Any], names: Collection[str]
 ) -> ModelConfig:
-    """The config with a pooler iff the file holds one, where config.json does not say.
+    """Return the config with a pooler iff the file has one, unless config.json specifies it.
 
-    BERT-base's own names a head that goes without, and its file has a pooler.
+    (BERT-base's config.json names a class without a pooler, but its file has one.)
     """
     if _POOLER in values:
         return config
@@ -121,7 +121,7 @@ def family(
     """The record of a family of this kind; `heads`: regex of the tensors of pre-training heads.
 
     Args:
-      classifier: {modules of a classifier's head: theirs in a file}.
+      classifier: {module of a classifier's head: its name in a file}.
     """
     parts = (("kernel", "weight"), ("bias", "bias"))
     return common.Family(

@@ -1,4 +1,4 @@
-"""Gemma 1 (2B, 7B), and what all Gemmas share: norms stored minus one, scaled embeddings."""
+"""Gemma 1 (2B, 7B), and the common part of all Gemmas: norms minus one, scaled embeddings."""
 
 import functools
 import math
@@ -37,10 +37,10 @@ def preset_fields(d_model: int) -> dict[str, Any]:
 
 
 def fields_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that are read alike for every Gemma.
+    """Fields that are read in the same way for every Gemma.
 
-    The activation is `hidden_activation`, else `hidden_act`; the hub's early "gelu" meant the tanh
-    form.
+    The activation is `hidden_activation`, else `hidden_act`; "gelu" in early files on the hub means
+    the tanh form.
     """
     fields = common.base_from_hf(values, defaults) | gemma_fields(values["hidden_size"])
     name = values.get("hidden_activation") or values.get("hidden_act") or "gelu"
@@ -48,7 +48,7 @@ def fields_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
 
 
 def post_norm_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that Gemma 2 and 3 add to it: post-norms, a scale of queries, soft-caps."""
+    """Fields that Gemma 2 and 3 add: post-norms, a scale of queries, soft-caps."""
     return {
         "post_norms": True,
         "query_scale": values["query_pre_attn_scalar"] ** -0.5,
@@ -64,7 +64,7 @@ def query_scalar(config: ModelConfig) -> float:
 
 
 def post_norm_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Keys of config.json that Gemma 2 and 3 have beside the common ones."""
+    """Keys of config.json that Gemma 2 and 3 have in addition to the common ones."""
     return {
         "hidden_activation": common.activation_to_hf(config.activation),
         "query_pre_attn_scalar": query_scalar(config),
@@ -112,7 +112,7 @@ def subtract_one(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarra
     return array - np.float32(1) if path.endswith("/scale") else array
 
 
-# Of every Gemma; and of those with post-norms.
+# GGUF arguments of every Gemma, and of those with post-norms.
 gemma_family = functools.partial(
     common.Family, gguf_transform=subtract_one, gguf_untransform=add_one
 )

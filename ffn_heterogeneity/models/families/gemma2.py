@@ -40,7 +40,7 @@ PRESETS = {
 
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
-    """config.json of a Gemma2ForCausalLM (an explicit null soft-cap switches it off)."""
+    """config.json of a Gemma2ForCausalLM (an explicit null soft-cap disables it)."""
     fields = gemma.fields_from_hf(values, _DEFAULTS)
     values = _DEFAULTS | dict(values)
     fields |= gemma.post_norm_fields(values)
@@ -57,7 +57,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = gemma2.
 
-    GGUF does not store the query scaling. As llama.cpp does: the 27B (46 layers) divides by
+    GGUF does not store the query scaling. As in llama.cpp, the 27B (46 layers) divides by
     sqrt(d_model / heads), the others by sqrt(head_dim).
     """
     fields = common.base_from_gguf(meta) | gemma.gemma_fields(meta["embedding_length"])

@@ -45,7 +45,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     fields = gemma.fields_from_hf(values, _DEFAULTS)
     values = _DEFAULTS | dict(values)
     nested = values.get("rope_parameters") or {}
-    # As in transformers 5: what rope_scaling has replaces the same keys.
+    # As in transformers 5, rope_scaling overrides the same keys.
     full_scaling = (nested.get("full_attention") or {}) | (values.get("rope_scaling") or {})
     full_theta = values.get("rope_theta") or _GLOBAL_THETA
     local_theta = values.get("rope_local_base_freq") or _LOCAL_THETA
@@ -69,7 +69,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     full = ropes.rope_to_hf(found.get(True, RopeConfig(_GLOBAL_THETA)))
     local = ropes.rope_to_hf(found.get(False, RopeConfig(_LOCAL_THETA)))
     values = common.base_to_hf(config, "gemma3_text", "Gemma3ForCausalLM")
-    del values["hidden_act"]  # its class has `hidden_activation` alone
+    del values["hidden_act"]  # its class has only `hidden_activation`
     return values | {
         **gemma.post_norm_to_hf(config),
         "sliding_window_pattern": _EVERY,
@@ -83,7 +83,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = gemma3.
 
-    Files of the small models leave out the pattern (6) and the local theta (10,000).
+    Files of the small models omit the pattern (6) and the local theta (10,000).
     """
     fields = common.base_from_gguf(meta) | gemma.gemma_fields(meta["embedding_length"])
     theta = common.short_float(meta.get("rope.freq_base", _GLOBAL_THETA))
@@ -94,7 +94,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     every = meta.get("attention.sliding_window_pattern", _EVERY)
     window = meta.get("attention.sliding_window", 512)
     windows = [None if (i + 1) % every == 0 else window for i in range(len(widths))]
-    # As llama.cpp does, the 27B (62 layers) divides by sqrt(d_model / heads).
+    # As in llama.cpp, the 27B (62 layers) divides by sqrt(d_model / heads).
     large = len(widths) == 62
     scalar = fields["d_model"] / fields["n_heads"] if large else fields["head_dim"]
     return ModelConfig(

@@ -1,6 +1,6 @@
 """GPT-2: a decoder with learned positions, LayerNorms, biases everywhere and plain FFNs.
 
-Files hold kernels as OpenAI's Conv1D did, [in, out] as here, with queries, keys and values in one.
+Files store kernels like OpenAI's Conv1D, [in, out] as here, with queries, keys and values in one.
 """
 
 import re
@@ -13,7 +13,7 @@ from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfi
 from ffn_heterogeneity.models.families import common, rules
 from ffn_heterogeneity.models.leaves import expected_shapes
 
-# Keys of config.json -> what the other families call them.
+# Keys of config.json -> their names in the other families.
 _KEYS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -51,14 +51,14 @@ PRESETS = {"gpt2": (_SMALL, "openai-community/gpt2")}
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a GPT2LMHeadModel or GPT2Model; ConfigError for another form of attention."""
-    # Its class reads `n_inner` alone.
+    # Its class reads only `n_inner`.
     own = {_KEYS.get(key, key): v for key, v in values.items() if key != "intermediate_size"}
     sizes = {"max_position_embeddings": values.get("n_ctx") or 1024}
     sizes["intermediate_size"] = 4 * (own.get("hidden_size") or 0)
     values = common.with_defaults(own, _DEFAULTS | _FIXED | sizes)
     for key, value in _FIXED.items():
         if bool(values[key]) != value:
-            raise ConfigError(f"{key}={values[key]!r}: gpt2 is read with {value} alone")
+            raise ConfigError(f"{key}={values[key]!r}: gpt2 is supported only with {value}")
     return _config(
         [values["intermediate_size"]] * values["num_hidden_layers"],
         common.base_from_hf(values | {"num_key_value_heads": None, "head_dim": None}, {}),
@@ -103,7 +103,7 @@ _CONV1D = {
 
 
 def _conv1d(paths: list[str], name: str, shapes: Mapping[str, tuple[int, ...]]) -> rules.Rule:
-    """Kernels [in, out_i] or biases [out_i] that stand side by side in one tensor."""
+    """Kernels [in, out_i] or biases [out_i] that are concatenated in one tensor."""
     ends = np.cumsum([shapes[path][-1] for path in paths])
     return rules.Rule(
         tuple(paths),
@@ -127,7 +127,7 @@ def _rules(config: ModelConfig) -> list[rules.Rule]:
 
 
 def own_name(name: str) -> str:
-    """A tensor's name with the prefix that GPT2Model's files, and the hub's, go without."""
+    """A tensor's name with the prefix, which files of GPT2Model and of the hub omit."""
     return re.sub(r"^(?=(wte|wpe|h|ln_f)\.)", "transformer.", name)
 
 

@@ -1,7 +1,7 @@
 """GPT-NeoX: Pythia (70M to 12B), StableCode-completion-alpha and -instruct-alpha 3B.
 
-LayerNorms with bias, biases everywhere, plain FFNs with exact GELU, attention and FFN side by side
-on the residual stream, a quarter of each head rotated, one tensor for queries, keys and values.
+LayerNorms with bias, biases everywhere, plain FFNs with exact GELU, attention and FFN in parallel
+on the residual stream, 25% of each head rotated, one tensor for queries, keys and values.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ _PYTHIA = {  # vocabulary, layers, d_model, heads
     "6.9b": (50_432, 32, 4096, 32),
     "12b": (50_688, 36, 5120, 40),
 }
-# name, hub's name, positions; that for instructions is of P-32's Table 1
+# name, hub's name, positions; the instruct model is in P-32's Table 1
 _STABLECODE = (("alpha", "completion-alpha", 16_384), ("instruct_alpha", "instruct-alpha", 4096))
 PRESETS = {
     f"pythia_{size.replace('.', '_')}": (_preset(*shape), f"EleutherAI/pythia-{size}")
@@ -76,7 +76,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """config.json transformers 4 and 5 and vLLM read; ConfigError without biases in the FFN."""
+    """config.json that transformers 4 and 5 and vLLM read; ConfigError without FFN biases."""
     if not config.ffn_bias:
         raise ConfigError("gpt_neox with ffn_bias=False cannot be written: its FFN has biases")
     values = common.base_to_hf(config, "gpt_neox", "GPTNeoXForCausalLM")

@@ -50,7 +50,7 @@ def _rope_from_gguf(meta: Mapping[str, Any], head_dim: int) -> RopeConfig:
 
 
 def rope_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """[head_dim / 2]: what Llama 3.1's scaling divides each frequency by."""
+    """[head_dim / 2]: divisors of the frequencies in Llama 3.1's scaling."""
     factor, low, high, old = rope.llama3 or (1.0, 1.0, 4.0, 8192)
     wavelength = 2 * math.pi * rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((old / wavelength - low) / (high - low), 0.0, 1.0)
@@ -67,7 +67,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 
 def gguf_transform(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
-    """Undoes llama.cpp's reordering of query and key columns (pairs interleaved per head)."""
+    """Undo llama.cpp's reordering of query and key columns (pairs interleaved per head)."""
     if path.endswith(("attention/q/kernel", "attention/k/kernel", "q/bias", "k/bias")):
         lead, half = array.shape[:-1], config.head_dim // 2
         return array.reshape(*lead, -1, half, 2).swapaxes(-1, -2).reshape(array.shape)

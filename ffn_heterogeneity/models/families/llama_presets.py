@@ -3,7 +3,7 @@
 from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
 from ffn_heterogeneity.models.families import common
 
-# What models of one generation share; "factor" is of Llama 3.1's scaling.
+# Common fields of models of one generation; "factor" belongs to Llama 3.1's scaling.
 _LLAMA1 = {"vocab_size": 32_000, "norm_eps": 1e-6, "max_position": 2048}
 _LLAMA2 = {"vocab_size": 32_000, "max_position": 4096}
 _IDS3 = {"bos_id": 128_000, "eos_id": 128_001}
@@ -65,7 +65,7 @@ _MODELS = {
     "deepseek_coder_7b_v1_5": ("deepseek-ai/deepseek-coder-7b-base-v1.5", _DEEPSEEK, _7B_OF_30),
     "deepseek_r1_distill_llama_8b": ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", _LLAMA31, _8B),
     "deepseek_r1_distill_llama_70b": ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", _LLAMA31, _70B),
-    # Continued training with layer dropout and early exits; the architecture stays.
+    # Continued training with layer dropout and early exits; the architecture is unchanged.
     "layerskip_llama2_7b": ("facebook/layerskip-llama2-7B", _LLAMA2, _7B),
     "layerskip_llama2_13b": ("facebook/layerskip-llama2-13B", _LLAMA2, _13B),
     "layerskip_llama2_70b": ("facebook/layerskip-llama2-70B", _LLAMA2, _70B),

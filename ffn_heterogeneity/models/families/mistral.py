@@ -32,7 +32,7 @@ PRESETS = {
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a MistralForCausalLM."""
     fields = common.base_from_hf(values, _DEFAULTS)
-    # Absent means 4,096, null none.
+    # An absent key means 4,096, null means no window.
     window = values.get("sliding_window", 4096)
     return common.decoder_from_hf("mistral", values, fields, window)
 
@@ -44,7 +44,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-# llama.cpp has no architecture of its own for it: a file of it is read as a Llama.
+# llama.cpp has no separate architecture for Mistral: its files are read as a Llama.
 FAMILY = dataclasses.replace(
     llama.FAMILY,
     name="mistral",

@@ -1,4 +1,4 @@
-"""Names of stored tensors: Llama's, those with post-norms, llama.cpp's, BERT's."""
+"""Tables of tensor names: Llama's, Gemma's with post-norms, llama.cpp's, BERT's."""
 
 from ffn_heterogeneity.models.families.rules import name_table
 
@@ -52,7 +52,7 @@ GGUF_NAMES = name_table(
         "post_ffn_norm": "post_ffw_norm",
     },
 )
-# Of a model by itself: one with a head on it puts its own name and a dot before them.
+# Names in a model without a head; a model with a head prepends its name and a dot.
 BERT_NAMES = name_table(
     {
         "embed/embedding": "embeddings.word_embeddings.weight",

@@ -14,7 +14,7 @@ _DEFAULTS = {
     "bos_token_id": None,
     "eos_token_id": 50_279,
 }
-# Of every model: config.json does not say it.
+# The same for all models: config.json does not have it.
 _NORM = {"norm_kind": "layer_without_parameters", "norm_eps": 1e-5}
 
 
@@ -53,7 +53,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     return common.decoder_from_gguf("olmo", meta, fields | {"norm_kind": _NORM["norm_kind"]})
 
 
-# llama.cpp's converter reorders queries and keys as it does Llama's.
+# llama.cpp's converter reorders queries and keys as for Llama.
 FAMILY = common.Family(
     "olmo",
     "OlmoForCausalLM",

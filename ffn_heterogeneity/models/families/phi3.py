@@ -1,4 +1,4 @@
-"""Phi-3 (mini and medium, 4k): Llama's block, projections of one input in one tensor, a window."""
+"""Phi-3 (mini and medium, 4k): Llama's block with fused projections and a window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +31,7 @@ PRESETS = {
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a Phi3ForCausalLM; ConfigError for the long-context models' "longrope"."""
     fields = common.base_from_hf(values, _DEFAULTS)
-    # Beside the rope's own keys, where Phi-4-mini's config.json and transformers 4 have it.
+    # Outside the rope's keys, as in Phi-4-mini's config.json and transformers 4.
     fraction = values.get("partial_rotary_factor") or 1.0
     window = values.get("sliding_window")
     return common.decoder_from_hf("phi3", values, fields, window, fraction)

@@ -15,7 +15,7 @@ DEFAULTS = {
     "max_position_embeddings": 32_768,
     "max_window_layers": 28,
 }
-# The class has these biases whatever config.json says.
+# The class always has these biases, regardless of config.json.
 _BIASES = {"attention_bias": True, "attention_out_bias": False}
 
 
@@ -43,7 +43,7 @@ PRESETS = {
 
 
 def windows_from_hf(values: Mapping[str, Any]) -> list[int | None]:
-    """Window per layer: from `layer_types`, else `max_window_layers` layers without one come first.
+    """Window per layer, from `layer_types`; by default none in the first `max_window_layers`.
 
     The published models use no windows. An absent `sliding_window` means 4,096, null means none.
     """
@@ -75,7 +75,7 @@ def model_from_hf(
     family: str, values: Mapping[str, Any], defaults: Mapping[str, Any], **fields: Any
 ) -> ModelConfig:
     """The model of a config.json with Qwen2's windows; `fields` are the family's own."""
-    # Absent means the class's default, null as many as there are heads.
+    # An absent key means the class's default, null the number of heads.
     values = {"num_key_value_heads": 32, **values}
     fields = common.base_from_hf(values, defaults) | fields
     windows = windows_from_hf(values)
@@ -95,7 +95,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def model_from_gguf(family: str, meta: Mapping[str, Any], **fields: Any) -> ModelConfig:
-    """The model of a GGUF file; llama.cpp's graphs of Qwen2 and Qwen3 have no windows.
+    """Return the config of a GGUF file; llama.cpp's Qwen2 and Qwen3 have no windows.
 
     Raises:
       ConfigError: the file scales its rotary embedding (YaRN).

@@ -28,7 +28,7 @@ PRESETS = {
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a Qwen3ForCausalLM."""
-    # Without a theta transformers' own default; every published config.json names it.
+    # Default of transformers; every published config.json has a theta.
     return qwen2.model_from_hf("qwen3", values, _DEFAULTS, qk_norm=True)
 
 

@@ -1,7 +1,7 @@
 """RoBERTa and DistilRoBERTa: BERT's encoder with another vocabulary, and positions from 2 on.
 
-Its table of positions begins with rows that no token uses, as many as the padding id and one more;
-its classifiers read the first token themselves, so that models saved with a head have no pooler.
+Its table of positions begins with padding id + 1 rows that no token uses. Its classifiers read the
+first token directly, so models saved with a head have no pooler.
 """
 
 import dataclasses

@@ -9,12 +9,12 @@ from ffn_heterogeneity.models.config import ConfigError, RopeConfig
 def rope_from_hf(
     values: Mapping[str, Any], theta: float, max_position: int, fraction: float = 1.0
 ) -> RopeConfig:
-    """`rope_scaling` (classic) or one `rope_parameters` dict (transformers 5) -> `RopeConfig`.
+    """Convert `rope_scaling` (classic) or one `rope_parameters` dict (transformers 5).
 
-    `fraction` is given by families that rotate a part of each head, in place of the key.
+    Families that rotate a part of each head pass `fraction` instead of the key.
 
     Raises:
-      ConfigError: another type, or a dict per kind of layer where one is read.
+      ConfigError: another rope type, or a dict per kind of layer instead of one.
     """
     theta = float(values.get("rope_theta") or theta)
     kinds = {values[key] for key in ("rope_type", "type") if values.get(key)} or {"default"}
@@ -39,13 +39,13 @@ def rope_from_hf(
 def shared_rope_from_hf(
     values: Mapping[str, Any], max_position: int, fraction: float | None = None
 ) -> RopeConfig:
-    """The rope of a config.json whose layers share one.
+    """Read the rope of a config.json whose layers share one.
 
     As in transformers 5, `rope_scaling` replaces `rope_parameters`; transformers 4 and vLLM read
-    `rope_scaling` alone.
+    only `rope_scaling`.
 
     Args:
-      fraction: for families that rotate a part of each head: where the rope does not say which.
+      fraction: default for families that rotate a part of each head.
 
     Raises:
       ConfigError: as `rope_from_hf`, or `rope_scaling` drops the theta of `rope_parameters`.
@@ -89,7 +89,7 @@ def classic_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def rope_keys(rope: RopeConfig) -> dict[str, Any]:
-    """The keys of a config.json whose layers share the rope, for all its readers."""
+    """Keys of a config.json whose layers share the rope, for all its readers."""
     parameters = rope_to_hf(rope)
     return {
         "rope_theta": rope.theta,

@@ -1,4 +1,4 @@
-"""Rules: which leaves are which tensors of a file, and how the bits are permuted."""
+"""Rules that map leaves to tensors of a file, with permutations of their elements."""
 
 import dataclasses
 import re
@@ -14,11 +14,11 @@ Arrays = list[np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Leaves at `paths` of the unstacked tree <-> tensors `names` of a file.
+    """Mapping between leaves at `paths` of the unstacked tree and tensors `names` of a file.
 
     `load` and `save` are exact inverses: views or permutations of the same bits, never arithmetic.
-    `shapes`: shapes of the leaves -> those of the tensors, where `save` would copy (None: it does
-    not, and is asked).
+    `shapes`: shapes of the leaves -> those of the tensors, for rules whose `save` copies (None:
+    `save` is called instead).
     """
 
     paths: tuple[str, ...]
@@ -28,7 +28,7 @@ class Rule:
     shapes: Callable[[list[tuple[int, ...]]], list[tuple[int, ...]]] | None = None
 
     def stored_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Shapes the file must hold when the leaves have `shapes`."""
+        """Shapes that the file's tensors must have if the leaves have `shapes`."""
         found = [shapes[path] for path in self.paths]
         if self.shapes is not None:
             return self.shapes(found)
@@ -37,7 +37,7 @@ class Rule:
 
 
 def one_tensor(path: str, name: str) -> Rule:
-    """A leaf that is one tensor; kernels, [in, out] here, are [out, in] in torch and GGUF."""
+    """Rule of one tensor per leaf; kernels [in, out] are [out, in] in PyTorch and GGUF."""
     is_kernel = path.endswith("/kernel")
 
     def turn(arrays: Arrays) -> Arrays:
@@ -47,9 +47,9 @@ def one_tensor(path: str, name: str) -> Rule:
 
 
 def one_to_one(config: ModelConfig, names: Mapping[str, str], but: str = "(?!)") -> list[Rule]:
-    """One rule per leaf from a table {path with "{i}" for the layer: name with "{i}"}.
+    """Return one rule per leaf from a table {path with "{i}" for the layer: name with "{i}"}.
 
-    Leaves whose path matches the regex `but` are left to rules of their own.
+    Leaves whose path matches the regex `but` need other rules.
 
     Raises:
       ConfigError: the config has a leaf that the table does not name, or experts.
@@ -69,11 +69,11 @@ def one_to_one(config: ModelConfig, names: Mapping[str, str], but: str = "(?!)")
 
 
 def fused(paths: Sequence[str], name: str, groups: int) -> Rule:
-    """Projections of one input that a file holds as one tensor, head by head.
+    """Rule of projections of one input that are one tensor in a file, head by head.
 
     The leaves are kernels [in, groups * h] or biases [groups * h], all of one shape; the tensor is
     [groups * P * h, in] or [groups * P * h]: for every group (head), h rows of each of the P paths.
-    One group: the projections stand one after the other.
+    With one group the projections are concatenated.
     """
 
     def load(arrays: Arrays) -> Arrays:
@@ -92,7 +92,7 @@ def fused(paths: Sequence[str], name: str, groups: int) -> Rule:
 
 
 def stacked(paths: Sequence[str], name: str, rows: Sequence[int]) -> Rule:
-    """Kernels [in, rows_i] that a file holds as one tensor [sum of rows, in], one after another."""
+    """Rule of kernels [in, rows_i] that a file concatenates to one tensor [sum of rows, in]."""
     ends = np.cumsum(rows)[:-1]
 
     def load(arrays: Arrays) -> Arrays:
@@ -110,7 +110,7 @@ def stacked(paths: Sequence[str], name: str, rows: Sequence[int]) -> Rule:
 def fused_qkv(
     config: ModelConfig, names: Mapping[str, str], module: str, groups: int
 ) -> list[Rule]:
-    """Rules of a file that holds queries, keys and values as one `module` ("{i}" for the layer).
+    """Rules of a file with queries, keys and values as one `module` ("{i}" for the layer).
 
     `names` is the table of all other leaves; `groups` as in `fused`.
 
