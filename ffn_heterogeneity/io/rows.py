@@ -41,30 +41,9 @@ SPLITS = ("train/", "validation/", "test/")
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 # Settings, facts of a machine, and what stands elsewhere in the same results.
 _NO_MEASUREMENTS = (
-    "first",
-    "final",
-    "seed",
-    "seeds",
-    "summary",
-    "runs",
-    "stages",
-    "mesh",
-    "losses",
-    "machine",
-    "tables",
-    "protocol",
-    "windows",
-    "nll_windows",
-    "magnitudes",
-    "answers",
-    "processes",
-    "ratio",
-    "count",
-    "k",
-    "layer_index",
-    "token",
-    "d_model",
-    "least_influential",
+    *("first", "final", "runs", "stages", "summary", "tables", "losses", "magnitudes", "answers"),
+    *("seed", "seeds", "mesh", "machine", "processes", "protocol", "windows", "nll_windows"),
+    *("ratio", "count", "k", "layer_index", "token", "d_model", "least_influential"),
 )
 
 

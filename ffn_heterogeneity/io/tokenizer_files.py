@@ -18,15 +18,8 @@ from ffn_heterogeneity.io.read import open_regular, read_object
 from ffn_heterogeneity.wording import first_line
 
 # What the hub is asked for, and what is checked here.
-FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template*",
-)
+FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json")
+FILES += ("vocab.json", "vocab.txt", "merges.txt")
 # Gemma's 33 MB take a second and 300 MB.
 SECONDS, BYTES, MAX_BYTES = 10.0, 768 << 20, 128 << 20
 _KINDS = {"tokenizer_class": str, "auto_map": (dict, list), "added_tokens_decoder": dict}

@@ -22,47 +22,19 @@ from ffn_heterogeneity.wording import shell_line
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # A run may go on elsewhere, or watched, or its sweep with more points: these keys (or groups) say
 # on what it computes, not what.
-WHERE_NOT_WHAT = (
-    "mesh",
-    "profile",
-    "dry_run",
-    "processes",
-    "engine",
-    "push",
-    "wandb",
-    "models",
-    "calibrations",
-)
+WHERE_NOT_WHAT = ("mesh", "profile", "dry_run", "processes", "engine", "push", "wandb")
+WHERE_NOT_WHAT += ("models", "calibrations")
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
-OUTPUTS = (
-    "checkpoints",
-    "checkpoints_frozen",
-    "metrics.jsonl",
-    "results.json",
-    "rows.jsonl",
-    "model",
-    "tokens",
-)
+OUTPUTS = ("checkpoints", "checkpoints_frozen", "metrics.jsonl", "results.json", "rows.jsonl")
+OUTPUTS += ("model", "tokens")
 # Outputs of a training run that are there before its first step.
 UNSTARTED = ("checkpoints", "checkpoints_frozen", "metrics.jsonl", "tensorboard", "wandb")
 # What `prepare_workdir` writes.
 CLAIM = ("config.json", "inputs.json", "command.txt", "versions.json")
 # Last parts of config keys that name what a run reads.
 INPUTS = (
-    "model",
-    "rewind",
-    "tokenizer",
-    "text",
-    "calibration",
-    "jsonl",
-    "token_ids",
-    "input",
-    "path",
-    "validation_path",
-    "test_path",
-    "data_root",
-    "answers",
-    "baseline",
+    *("model", "rewind", "tokenizer", "text", "calibration", "jsonl", "token_ids", "input"),
+    *("path", "validation_path", "test_path", "data_root", "answers", "baseline"),
 )
 _ABSENT = "<absent>"
 

@@ -14,8 +14,12 @@ from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.launch.configs import as_typed, home, shown
 
 COLUMN = 36  # where comments begin
-# Lines of comment, a key of a dictionary or of `config`, and the rest of its line.
-_KEY = re.compile(r'((?:^ *# .*\n)*)^ +(?:"(\w+)": |(?:config\.)?(\w[\w.]*) = )(.*)', re.M)
+# Lines of comment, a key of a dictionary (with that of a group of one) or of `config`, and the rest
+# of its line.
+_OF_DICT, _OF_CONFIG = r'"(\w+)": (?:\(?\{"(\w+)": )?', r"(?:config\.)?(\w[\w.]*) = "
+_KEY = re.compile(rf"((?:^ *# .*\n)*)^ +(?:{_OF_DICT}|{_OF_CONFIG})(.*)", re.M)
+# A function, or a table of groups; the names of sweeps are no keys.
+_PART = re.compile(r"^(?:def )?(?!SWEEPS)(\w+)(.*\n(?:[^\w\n].*\n|\n)*)", re.M)
 
 
 def help_text(doc: str, flags: Sequence[Any], config: ConfigDict | None, spec: str) -> str:
@@ -77,8 +81,8 @@ def comments_of(file: str) -> tuple[dict[str, str], dict[str, str]]:
     """Key of a config -> comment, on its line or right above it: in the file and what it imports of
     configs/, and in all configs.
 
-    A key is named as in its file ("steps", "data.packing"), in a part's function with the
-    function's name ("nucl.weight"); where nothing else is said, by its last part.
+    A key is named as in its file ("steps", "data.packing"), in a group with the group's name
+    ("nucl.weight"); where nothing else is said, by its last part.
     """
     return _comments([*_imported(Path(file))]), _comments((home() / "configs").glob("**/*.py"))
 
@@ -86,12 +90,14 @@ def comments_of(file: str) -> tuple[dict[str, str], dict[str, str]]:
 def _comments(paths: Iterable[Path]) -> dict[str, str]:
     said, last = {}, {}
     for text in (path.read_text(encoding="utf-8") for path in paths):
-        for function, body in re.findall(r"^def (\w+)(.*\n(?:\W.*\n|\n)*)", text, re.M):
-            part = "" if function.startswith("get_") else f"{function}."
-            for above, item, name, rest in _KEY.findall(body):
+        for block, body in _PART.findall(text):
+            part = "" if block.startswith("get_") else f"{block.lower()}."
+            for above, item, inner, name, rest in _KEY.findall(body):
                 comment = rest.partition("# ")[2] or " ".join(re.findall("# (.*)", above))
+                if rest == "{" and block.isupper():
+                    part = f"{item}."
                 if comment:
-                    name = name or part + item
+                    name = name or (f"{item}.{inner}" if inner else part + item)
                     said.setdefault(name, comment)
                     last.setdefault(name.split(".")[-1], comment)
     return last | said

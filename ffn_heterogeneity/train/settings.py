@@ -28,21 +28,8 @@ SCHEDULE_KEYS = ("learning_rate", "schedule", "warmup_steps", "final_fraction")
 # Fields that no compiled program depends on: they go through `hyper`, or are the host's business.
 # (The dropout rate is one of them, whether there is any is not; losses' weights alike.)
 FREE = (
-    "model",
-    "revision",
-    "tokenizer",
-    "seed",
-    "mesh",
-    "dropout",
-    "schedule",
-    "losses",
-    "eval_every",
-    "max_batches",
-    "best_metric",
-    "loop",
-    "export",
-    "dry_run",
-    "retries",
+    *("model", "revision", "tokenizer", "seed", "mesh", "dropout", "schedule", "losses", "loop"),
+    *("eval_every", "max_batches", "best_metric", "export", "dry_run", "retries"),
 )
 
 

@@ -34,15 +34,8 @@ from ffn_heterogeneity.wording import naming
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 # Settings that would make another function of the same tensors: refused unless they are off.
-OFF = (
-    "modules_to_save",
-    "layer_replication",
-    "lora_bias",
-    "use_qalora",
-    "alora_invocation_tokens",
-    "target_parameters",
-    "trainable_token_indices",
-)
+OFF = ("modules_to_save", "layer_replication", "lora_bias", "use_qalora", "target_parameters")
+OFF += ("alora_invocation_tokens", "trainable_token_indices")
 # Initialisations that take something away from the base's own weights; save_pretrained's
 # path_initial_model_for_weight_conversion makes plain LoRA of them.
 OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
