@@ -13,7 +13,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.bench import timing
-from ffn_heterogeneity.bench.timing import Questions
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
@@ -26,14 +25,6 @@ from ffn_heterogeneity.train.settings import TrainConfig, read
 from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import TrainState, create_state, split_params
 from ffn_heterogeneity.wording import naming
-
-QUESTIONS: Questions = {
-    "What do pieces of a training step cost?": (
-        "Times of a whole step / that of the last config, on one model",
-        r"(.* / .*)",
-        r"^[^;]+",
-    )
-}
 
 
 def benchmark_steps(config: ConfigDict, load: Callable[[str], ConfigDict]) -> dict:

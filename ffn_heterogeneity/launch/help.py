@@ -14,8 +14,12 @@ from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.launch.configs import as_typed, home, shown
 
 COLUMN = 36  # where comments begin
-# Comment lines, then a key of a dictionary or of `config`, and the rest of its line.
-_KEY = re.compile(r'((?:^ *# .*\n)*)^ +(?:"(\w+)": |(?:config\.)?(\w[\w.]*) = )(.*)', re.M)
+# Comment lines, then a key of a dictionary (with that of a group of one) or of `config`, and the rest
+# of its line.
+_OF_DICT, _OF_CONFIG = r'"(\w+)": (?:\(?\{"(\w+)": )?', r"(?:config\.)?(\w[\w.]*) = "
+_KEY = re.compile(rf"((?:^ *# .*\n)*)^ +(?:{_OF_DICT}|{_OF_CONFIG})(.*)", re.M)
+# A function, or a table of groups; the names of sweeps are no keys.
+_PART = re.compile(r"^(?:def )?(?!SWEEPS)(\w+)(.*\n(?:[^\w\n].*\n|\n)*)", re.M)
 
 
 def help_text(doc: str, flags: Sequence[Any], config: ConfigDict | None, spec: str) -> str:
@@ -77,8 +81,8 @@ def comments_of(file: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return {config key: its comment} of the file with its imports, and of all configs.
 
     A comment is on the key's line or directly above it. A key is named as in its file ("steps",
-    "data.packing"), within a function of configs/parts with the function's name ("nucl.weight").
-    Falls back to the key's last component.
+    "data.packing"), within a group of configs/parts with the group's name ("nucl.weight"). Falls
+    back to the key's last component.
     """
     return _comments([*_imported(Path(file))]), _comments((home() / "configs").glob("**/*.py"))
 
@@ -86,12 +90,14 @@ def comments_of(file: str) -> tuple[dict[str, str], dict[str, str]]:
 def _comments(paths: Iterable[Path]) -> dict[str, str]:
     said, last = {}, {}
     for text in (path.read_text(encoding="utf-8") for path in paths):
-        for function, body in re.findall(r"^def (\w+)(.*\n(?:\W.*\n|\n)*)", text, re.M):
-            part = "" if function.startswith("get_") else f"{function}."
-            for above, item, name, rest in _KEY.findall(body):
+        for block, body in _PART.findall(text):
+            part = "" if block.startswith("get_") else f"{block.lower()}."
+            for above, item, inner, name, rest in _KEY.findall(body):
                 comment = rest.partition("# ")[2] or " ".join(re.findall("# (.*)", above))
+                if rest == "{" and block.isupper():
+                    part = f"{item}."
                 if comment:
-                    name = name or part + item
+                    name = name or (f"{item}.{inner}" if inner else part + item)
                     said.setdefault(name, comment)
                     last.setdefault(name.split(".")[-1], comment)
     return last | said

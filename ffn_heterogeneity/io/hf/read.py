@@ -28,15 +28,8 @@ from ffn_heterogeneity.models.config import ConfigError, HeadConfig, ModelConfig
 from ffn_heterogeneity.models.families import Family, Rule, config_from_hf, family_by_name
 from ffn_heterogeneity.wording import first_line, some
 
-_HUB_PATTERNS = [
-    "config.json",
-    GENERATION,
-    "model.safetensors",
-    "model-*.safetensors",
-    safetensors.INDEX,
-    "structure/*",
-    *tokenizer_files.FILES,
-]
+_HUB_PATTERNS = ["config.json", GENERATION, "model.safetensors", "model-*.safetensors"]
+_HUB_PATTERNS += [safetensors.INDEX, "structure/*", *tokenizer_files.FILES]
 
 
 def read_config(directory: str | os.PathLike) -> ModelConfig:
