@@ -14,8 +14,8 @@ from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.launch.configs import as_typed, home, shown
 
 COLUMN = 36  # where comments begin
-# Comment lines, then a key of a dictionary (with that of a group of one) or of `config`, and the rest
-# of its line.
+# Comment lines, then a key of a dictionary (with that of a group of one) or of `config`, and the
+# rest of its line.
 _OF_DICT, _OF_CONFIG = r'"(\w+)": (?:\(?\{"(\w+)": )?', r"(?:config\.)?(\w[\w.]*) = "
 _KEY = re.compile(rf"((?:^ *# .*\n)*)^ +(?:{_OF_DICT}|{_OF_CONFIG})(.*)", re.M)
 # A function, or a table of groups; the names of sweeps are no keys.
