@@ -101,7 +101,7 @@ class Torch:
         return loss.item()
 
     def _perplexity(self, rows):
-        losses = [self._loss(part).item() for part in rows.split(self.batch)]
+        losses = [self._loss(batch).item() for batch in rows.split(self.batch)]
         return np.exp(np.mean(losses))
 
     def _generate(self, model, rows):

@@ -98,11 +98,11 @@ class TextSettings(ModelSettings):
         Raises:
           ValueError: as `read`; the model has no tokenizer; the text is too short.
         """
-        found = self.read()
+        content = self.read()
         if self.token_ids:
-            return found
+            return content
         cut = (self.window, self.max_windows or None, self.bos, self.window_every)
-        return text_windows(found, tokenizer_of(model), *cut)
+        return text_windows(content, tokenizer_of(model), *cut)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,12 +121,12 @@ class PerplexitySettings(TextSettings):
         Raises:
           ValueError: as `TextSettings.read` and `document_starts`.
         """
-        found = super().read()
+        content = super().read()
         if self.document:
             if self.token_ids:
                 raise ValueError(f"document={self.document!r} needs text, got token_ids")
-            document_starts(found, self.document)
-        return found
+            document_starts(content, self.document)
+        return content
 
     def documents(self, model: Model, count: int) -> list[int]:
         """`window_documents` of the first `count` windows."""

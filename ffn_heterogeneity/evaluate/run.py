@@ -49,15 +49,15 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
     Raises:
       ValueError: an invalid setting or file; the message names it.
     """
-    settings, found = check_config(config), EVALUATIONS[_chosen(config)[1]]
+    settings, evaluation = check_config(config), EVALUATIONS[_chosen(config)[1]]
     results = {key: config[key] for key in ("model", "analysis") if key in config}
     if "compute_dtype" in config:
         results["compute_dtype"] = str(settings.options.compute_dtype)
         print(f"computing in {results['compute_dtype']}", file=sys.stderr)
-    given = load(settings.model, revision=settings.revision) if found.loads else load
-    measured = found.measure(settings, given, workdir)
-    if found.line:
-        print(found.line(measured))
+    given = load(settings.model, revision=settings.revision) if evaluation.loads else load
+    measured = evaluation.measure(settings, given, workdir)
+    if evaluation.line:
+        print(evaluation.line(measured))
     results |= measured
     write_results(workdir, results)
     written = (path for kind in ("*.png", "*.csv") for path in sorted(workdir.glob(kind)))

@@ -40,8 +40,8 @@ def tokenizer() -> Callable[[Any], dict[str, Any]]:
     def encode(path: Any) -> dict[str, Any]:
         count, text = 0, _sample()
         made = Tokenizer.from_file(path)
-        for part in text:
-            count += len(made.encode(part).ids)
+        for sample in text:
+            count += len(made.encode(sample).ids)
         too_long = count > 64 * sum(map(len, text))
         return {"runaway": f"makes {count:,} tokens of a page"} if too_long else {"tokens": count}
 

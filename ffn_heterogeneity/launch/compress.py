@@ -59,12 +59,12 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         key = jax.random.key(config.get("seed", 0))
         changed, results = surgery(model, settings, key=key)
         written = changed.config
-        check_leaves(changed.config, changed.params, beside=ROOT)
+        check_leaves(changed.config, changed.params, exempt=ROOT)
         form = {"export": config.export, "dtype": dtype, "tokenizer": model.tokenizer}
         form["structure"] = "fold" if config.export == "padded" else "keep"
         save_pretrained(changed.config, changed.params, target, overwrite=True, **form)
     keep_own_text(workdir, results)
-    told = describe(surgery.name, results)
+    summary = describe(surgery.name, results)
     if written and "removed" in results:
         write_json(target / REMOVED, published(results))
     if score and before:
@@ -73,10 +73,10 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         protocol |= {key: after[key] for key in ("windows", "tokens", "bos")}
         protocol["dtype"] = str(choose_dtype(config.compute_dtype))
         results |= compared(before["perplexity"], after["perplexity"], **protocol)
-    loads = write_card(target, config.model, told, results, written, config.get("push", ""))
+    loads = write_card(target, config.model, summary, results, written, config.get("push", ""))
     results |= of_model(target)
     write_results(workdir, results)
-    print(told)
+    print(summary)
     if "perplexity_after" in results:
         print("perplexity {perplexity_before:,.4f} -> {perplexity_after:,.4f}".format(**results))
     print(target, file=sys.stderr)

@@ -117,8 +117,8 @@ def say(text: str) -> None:
 def measured(model: Model, text: str, label: str, workdir: epath.Path | None = None) -> dict:
     """Perplexity of the held-out text; with a directory the connectivity of each layer, too."""
     rows = text_windows(text, model.tokenizer, WINDOW, max_windows=WINDOWS, bos="segment")
-    found = perplexity(model.config, model.params, rows, progress=f"perplexity, {label}")
-    return found | ({"layers": layer_sums(model, workdir)} if workdir else {})
+    scores = perplexity(model.config, model.params, rows, progress=f"perplexity, {label}")
+    return scores | ({"layers": layer_sums(model, workdir)} if workdir else {})
 
 
 def removed(
@@ -183,7 +183,7 @@ def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
 def with_none(before: Mapping[str, Any], removal: Mapping[str, Any]) -> dict[str, float]:
     """Perplexities by what was removed, first that of the uncompressed model."""
     return {"none removed": before["perplexity"]} | {
-        label: float(found["perplexity"]) for label, found in removal.items()
+        label: float(scores["perplexity"]) for label, scores in removal.items()
     }
 
 

@@ -50,16 +50,16 @@ def help_text(doc: str, flags: Sequence[Any], config: ConfigDict | None, spec: s
 def _prose(text: str, width: int) -> list[str]:
     lines = []
     for indented, group in itertools.groupby(text.splitlines(), lambda x: x[:1] in (" ", "")):
-        part = list(group)
-        lines += part if indented else textwrap.wrap(" ".join(part), width)
+        paragraph = list(group)
+        lines += paragraph if indented else textwrap.wrap(" ".join(paragraph), width)
     return lines
 
 
 def _entry(name: str, about: str, width: int) -> list[str]:
     """`name` and, from COLUMN on, its description, on the same line if there is room."""
     left, indent = f"  {name}", " " * COLUMN
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    lines = textwrap.wrap(about, width, initial_indent=indent, subsequent_indent=indent, **whole)
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    lines = textwrap.wrap(about, width, initial_indent=indent, subsequent_indent=indent, **options)
     if lines and len(left) + 2 <= COLUMN:
         lines[0] = left.ljust(COLUMN) + lines[0].lstrip()
         return lines
@@ -91,13 +91,13 @@ def _comments(paths: Iterable[Path]) -> dict[str, str]:
     said, last = {}, {}
     for text in (path.read_text(encoding="utf-8") for path in paths):
         for block, body in _PART.findall(text):
-            part = "" if block.startswith("get_") else f"{block.lower()}."
+            prefix = "" if block.startswith("get_") else f"{block.lower()}."
             for above, item, inner, name, rest in _KEY.findall(body):
                 comment = rest.partition("# ")[2] or " ".join(re.findall("# (.*)", above))
                 if rest == "{" and block.isupper():
-                    part = f"{item}."
+                    prefix = f"{item}."
                 if comment:
-                    name = name or (f"{item}.{inner}" if inner else part + item)
+                    name = name or (f"{item}.{inner}" if inner else prefix + item)
                     said.setdefault(name, comment)
                     last.setdefault(name.split(".")[-1], comment)
     return last | said

@@ -60,7 +60,7 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
     model = folded(load(config.model, revision=config.revision))
     changed, results = operate(surgery, settings, model, config.get("seed", 0))
     compress.keep_own_text(workdir, results)
-    told = compress.describe(surgery.name, results)
+    summary = compress.describe(surgery.name, results)
     removed = results.pop("removed", None)
     if any(removed or ()):  # in its own file: results.json stays readable
         write_json(workdir / compress.REMOVED, removed)
@@ -78,7 +78,7 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
         results["answers"] = answers(equal, config.prompts, text.options, limit)
     results["seconds"] = time.time() - start
     write_results(workdir, results)
-    print(f"{told}: perplexity {results['perplexity']:,.4f}")
+    print(f"{summary}: perplexity {results['perplexity']:,.4f}")
     print(f"{workdir}/results.json", file=sys.stderr)
     return results
 

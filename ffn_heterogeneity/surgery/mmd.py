@@ -33,8 +33,8 @@ def support_points(
     """
     rows = np.random.default_rng(seed).permutation(len(points))[:c]
     data = jnp.asarray(points, jnp.float32)
-    found, first, last = _moved(data, data[rows], steps)
-    return np.asarray(found), float(first), float(last)
+    support, first, last = _moved(data, data[rows], steps)
+    return np.asarray(support), float(first), float(last)
 
 
 def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:

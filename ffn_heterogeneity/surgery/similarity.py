@@ -48,9 +48,9 @@ class _Merging:
         self.exponent = power_of_two(weights.kernel) + int(np.frexp(largest)[1])
         self.merged: dict[int, np.ndarray] = {}  # rows of W that merges have changed
         self.squares = np.empty(m)  # mean_k W_jk^2
-        for part, rows in weights.blocks():
+        for block, rows in weights.blocks():
             rows = np.ldexp(rows, -self.exponent)
-            self.squares[part] = np.einsum("mn,mn->m", rows, rows) / rows.shape[1]
+            self.squares[block] = np.einsum("mn,mn->m", rows, rows) / rows.shape[1]
         self.alive = np.ones(m, bool)
         self.group = duplicate_groups(vectors)
         self.members = np.bincount(self.group, minlength=m)  # number of remaining neurons per group

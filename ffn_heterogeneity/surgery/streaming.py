@@ -69,10 +69,10 @@ class Checkpoint:
 
     def leaves(self, layer: int) -> dict[str, np.ndarray]:
         """{path: leaf} of all rules that involve the layer's FFN."""
-        found = {}
+        leaves = {}
         for rule in self.by_layer[layer]:
-            found |= zip(rule.paths, rule.load([self.read(n) for n in rule.names]), strict=True)
-        return found
+            leaves |= zip(rule.paths, rule.load([self.read(n) for n in rule.names]), strict=True)
+        return leaves
 
     def ffn(self, layer: int) -> dict:
         """The layer's FFN leaves."""

@@ -58,7 +58,7 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
             "bytes_per_device": held,
             "collectives": [list(row) for row in hlo.summary(moved)],
         }
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "model": config.model or "new",
         "devices": target.name,
         "device_count": target.count,
@@ -73,12 +73,12 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
         "tokens_per_step": built.tokens,
         "flops_per_step": step_flops(built),
     }
-    found |= roofline(built, target, found, config.loop.steps)
-    found["verdict"] = _verdict(built, target, found)
-    write_json(epath.Path(workdir) / "plan.json", found)
-    print(describe(found, target))
+    report |= roofline(built, target, report, config.loop.steps)
+    report["verdict"] = _verdict(built, target, report)
+    write_json(epath.Path(workdir) / "plan.json", report)
+    print(describe(report, target))
     print(f"plan: {workdir}/plan.json", file=sys.stderr)
-    return found
+    return report
 
 
 def _trained(built: Plan) -> int:

@@ -14,12 +14,12 @@ __all__ = ["Example", "Fields", "MixedTask", "Task", "get_task", "tasks"]
 @functools.cache
 def tasks() -> dict[str, Task]:
     """Return all tasks by name; your config file may add one: tasks()["mine"] = TASK."""
-    found = {}
+    by_name = {}
     for module in pkgutil.iter_modules(__path__):
         defined = vars(importlib.import_module(f"{__name__}.{module.name}"))
         for task in (*defined.get("TASKS", ()), *filter(None, [defined.get("TASK")])):
-            found[task.name] = task
-    return found
+            by_name[task.name] = task
+    return by_name
 
 
 def get_task(name: str) -> Task:
