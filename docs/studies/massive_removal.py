@@ -20,12 +20,21 @@ from ffn_heterogeneity.report.stats import Spread, middle
 
 LABELS = ["model", "share of neurons", "method", "place"]
 ON = ["model", "share of neurons", "place"]
-# What a figure shows of entropy made to lose neurons; the loudest have the largest |h| on bos.
+# What a figure shows of entropy made to lose neurons; |h| is measured on bos.
 LOST = {
-    "massive:2": "massive layer's 2 loudest",
-    "bos:5": "each layer's 5 loudest",
+    "massive:2": "massive layer's 2 largest |h|",
+    "bos:5": "each layer's 5 largest |h|",
     "entropy:0.01": "each layer's lowest 1%",
     "random:0.01": "any other 1%",
+}
+# Names of rules in figures.
+RULES = {
+    "^Entropy-based": "entropy",
+    "^Random": "random",
+    "^bos": "state on bos",
+    "^largest_outgoing": "largest outgoing weight",
+    "^mean_state": "mean |h|",
+    "^optipfair": "OptiPFair's hybrid",
 }
 # As many as a figure can hold: chance, and rules that do better at most shares.
 SHOWN = ["random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "optipfair"]
@@ -138,19 +147,21 @@ def explained(removals: Frame) -> Frame:
 def by_ratio(rows: Frame, every: Frame, line: Any) -> Frame:
     rows = rows.assign(line=line)
     made = harm(rows, every, ["model", "line", "ratio"]).rename("y").reset_index()
-    made = made.assign(panel=made.model, x=made.ratio, value="NLL Δ vs unpruned", seed=None)
+    made = made.assign(
+        panel=made.model, x=made.ratio, value="Δ NLL vs dense model (nats per token)", seed=None
+    )
     return made.assign(y=made.y.map(middle)).sort_values(["panel", "line", "x"])
 
 
 def removal_by_ratio(removals: Frame) -> Frame:
     plain = (removals.compensation == "none") & (removals.lose == "") & (removals.protect == "")
     rows = removals[plain & removals.criterion.isin(SHOWN) & ~removals.reverse.astype(bool)]
-    return by_ratio(rows, removals, rows.method)
+    return by_ratio(rows, removals, rows.method.replace(RULES, regex=True))
 
 
 def needed_by_ratio(removals: Frame) -> Frame:
     names = {f"Entropy-based, {lose} lost": f"entropy, {who} lost" for lose, who in LOST.items()}
-    names |= {"Entropy-based": "entropy", "Random": "chance"}
+    names |= {"Entropy-based": "entropy", "Random": "random"}
     rows = removals[removals.method.isin(list(names))]
     return by_ratio(rows, removals, rows.method.map(names))
 

@@ -242,9 +242,14 @@ def after_recovery(recovered: Frame) -> Frame:
 
 
 def figure_4(sst2: Frame) -> Frame:
-    rows = sst2[sst2["tune.kind"].isna() & sst2["compress.ratio"].isin([0.75])]
-    line = rows.method + rows.chosen
-    return c.points(rows, "accuracy (%)", rows.task, line, "layers", (*FREE, "place"), least=2)
+    """Accuracy by the number of fused layers; models without fusion are level lines."""
+    rows = sst2[sst2["tune.kind"].isna()]
+    fused = rows[rows["compress.ratio"].isin([0.75])]
+    others = rows[rows["compress.method"].isna() & rows["mask_1.kind"].isna()]
+    level = [others.assign(layers=x) for x in (fused.layers.min(), fused.layers.max())]
+    rows = pandas.concat([fused, *level], ignore_index=True)
+    names = rows.method.replace({FUSION: "MLP Fusion", "whole": "dense model"}) + rows.chosen
+    return c.points(rows, "accuracy (%)", rows.task, names, "layers", (*FREE, "place"), least=2)
 
 
 def figure_5(curves: Frame) -> Frame:

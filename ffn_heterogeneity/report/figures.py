@@ -71,7 +71,9 @@ def panels_of(rows, xlabel: str = "step", log: bool = False, lines: Iterable[str
         made = []
         for name in every or its["line"].unique():
             seeds = its[its["line"] == name].groupby("seed", sort=False, dropna=False)
-            made.append(of_seeds(name, [dict(zip(x["x"], x["y"], strict=True)) for _, x in seeds]))
+            lone = " (1 seed)" if len(seeds) == 1 and its["seed"].notna().any() else ""
+            curves = [dict(zip(x["x"], x["y"], strict=True)) for _, x in seeds]
+            made.append(of_seeds(name + lone, curves))
         panels.append(Panel(title, made, xlabel, ylabel, log))
     return panels
 
@@ -93,12 +95,11 @@ def draw(panels: Sequence[Panel], columns: int = 3):
             if max(values) < 100 * min(values):
                 axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
                 axis.yaxis.set_minor_formatter("")
-            axis.yaxis.set_major_formatter("{x:g}")  # its own writes 0.3 as 3 x 10^-1
-        elif values:
-            _plain_scale(axis, values)
+            axis.yaxis.set_major_formatter("{x:,g}")  # its own writes 0.3 as 3 x 10^-1
+        span = _plain_scale(axis, values) if values and axis.get_yscale() == "linear" else ""
         if all(float(x).is_integer() for line in panel.lines for x in line.x):
             axis.xaxis.get_major_locator().set_params(integer=True)  # no layer 2.5, no step 0.5
-        axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=_safe(panel.title))
+        axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel + span, title=_safe(panel.title))
         if any(axis.get_legend_handles_labels()):
             # Outside of the axes: nothing is drawn over.
             place = ("center left", (1, 0.5)) if beside else ("upper left", (0, -0.16))
@@ -126,13 +127,22 @@ def heat(panels: Sequence[Panel]):
     return figure
 
 
-def _plain_scale(axis, values: Sequence[float]) -> None:
-    """Whole numbers at the ticks, not distances from one; what hardly differs looks level."""
-    axis.yaxis.get_major_formatter().set_useOffset(False)
+def _plain_scale(axis, values: Sequence[float]) -> str:
+    """Set ticks to plain numbers; values that hardly differ look level.
+
+    Returns:
+      Text for the label of an axis that covers less than 1% of its values: a small difference would
+      look large.
+    """
     low, high = min(values), max(values)
-    room = 0.001 * max(abs(low), abs(high))
-    if high - low < room:
-        axis.set_ylim(low - room, high + room)
+    size = max(abs(low), abs(high))
+    if high - low < 0.001 * size:
+        axis.set_ylim(low - 0.001 * size, high + 0.001 * size)
+    axis.yaxis.get_major_formatter().set_useOffset(False)
+    if size >= 1e4:
+        axis.yaxis.set_major_formatter("{x:,.15g}")
+    span = float(np.ptp(axis.get_ylim())) / (size or 1)
+    return f"\n(the axis spans {span:.2%} of it)" if 0 < span < 0.01 else ""
 
 
 def _draw_line(axis, line: Line, i: int, dots: bool) -> None:
