@@ -58,7 +58,8 @@ def method_of(criterion, reverse, compensation, protect, lose, calibration, toke
     parts += ["reversed"] if reverse else []
     parts += [f"{protect} spared"] if protect else []
     parts += [f"{lose} lost"] if lose else []
-    amount = f", {tokens:g} tokens" if tokens == tokens else ""  # NaN: an archive without the key
+    # Archives of before the setting have no amount.
+    amount = f", {tokens:g} tokens" if pandas.notna(tokens) else ""
     parts += [f"on {corpus(calibration)}{amount}"] if calibration else []
     return ", ".join([*parts, "layer after layer"] if ordered else parts)
 

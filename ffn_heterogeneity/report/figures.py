@@ -71,9 +71,9 @@ def panels_of(rows, xlabel: str = "step", log: bool = False, lines: Iterable[str
         made = []
         for name in every or its["line"].unique():
             seeds = its[its["line"] == name].groupby("seed", sort=False, dropna=False)
-            lone = " (1 seed)" if len(seeds) == 1 and its["seed"].notna().any() else ""
+            lone = len(seeds) == 1 and its["seed"].notna().any() and not every
             curves = [dict(zip(x["x"], x["y"], strict=True)) for _, x in seeds]
-            made.append(of_seeds(name + lone, curves))
+            made.append(of_seeds(f"{name} (1 seed)" if lone else name, curves))
         panels.append(Panel(title, made, xlabel, ylabel, log))
     return panels
 

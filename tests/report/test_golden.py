@@ -35,8 +35,9 @@ ARCHIVES = {
     "docs/studies/own_removal.py": ("own-*",),
     "docs/studies/massive_removal.py": ("rivals-smollm2-*-0.25", "needed-smollm2-*-0.25"),
 }
-# Points that the engine before lost: LoRA's schedule had the label of DoRA's.
-MORE = {("massive_weights", "figure_7"): 60}
+# Points that the engine before lost (LoRA's schedule had the label of DoRA's), or did not draw
+# (the level lines of models without fusion).
+MORE = {("massive_weights", "figure_7"): 60, ("mlp_fusion", "figure_4"): 4}
 
 
 def rows_of(one) -> list:
