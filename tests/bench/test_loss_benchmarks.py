@@ -1,4 +1,4 @@
-"""The figures promised for the losses, and the benchmark that prints them."""
+"""The promised costs of the losses, and the benchmark that prints them."""
 
 import dataclasses
 import json

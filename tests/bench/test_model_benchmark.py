@@ -1,4 +1,4 @@
-"""The calls that are timed compute what the peer's do; rounds are kept and gone on with."""
+"""The timed calls compute the same as the peer's; rounds are saved and resumed."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The pipeline: order, resume, held-out data, refusals (processes: test_process_rows.py)."""
+"""The pipeline: order, resuming, held-out data, errors (processes: test_process_rows.py)."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Packing against oracles: every document comes back out of the packed rows."""
+"""Packing against oracles: every document is in the packed rows."""
 
 import collections
 import json
@@ -163,7 +163,7 @@ def test_any_pairs(tmp_path_factory, characters, documents, seq_len, batch_size,
 
 
 def test_an_end_appended_and_loss_on_the_prompt(write, characters):
-    """The end is part of the response, before the eos; cut first, and of the last passage alone."""
+    """The end is part of the last passage of the response, before the eos; it is cut first."""
     pairs = [{"prompt": "ab", "response": "xyz"}, {"prompt": "abcdef", "response": " "}]
     ids = [ord(character) + 3 for character in "abxyz\n[eod]"]
     for on_prompt, seq_len in ((False, 32), (True, 32), (True, 4)):
@@ -188,7 +188,7 @@ def test_no_token_spans_prompt_and_target(bpe):
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
 def test_real_tokenizers_see_the_text_as_if_whole(shared_data, request, model):
-    """The boundaries of the GSM8K form fall between words: nothing is lost by tokenising apart."""
+    """The boundaries of the GSM8K form are between words: separate tokenisation changes nothing."""
     from ffn_heterogeneity.io.load import load_tokenizer
 
     if model == "gemma3":

@@ -1,4 +1,4 @@
-"""Corpora to shards: the same for any number of processes and after a stop; refusals."""
+"""Corpora to shards: the same for any number of processes and after a stop; errors."""
 
 import gzip
 import itertools
@@ -125,7 +125,7 @@ def test_another_corpus_is_not_written_over(corpus, characters, bpe, tmp_path):
 
 
 def test_a_refused_plan_leaves_a_stopped_runs_progress(corpus, characters, tmp_path):
-    """Stopped before its first shard: only the plan is there, and it is not ours to remove."""
+    """A run stopped before its first shard left only the plan, which must not be removed."""
     entry = prepare(corpus, characters(), tmp_path / "whole", settings=settings())
     plan = {key: entry[key] for key in ("tokenizer", "policy", "settings", "inputs")}
     out = tmp_path / "stopped"
@@ -154,7 +154,7 @@ def test_documents_the_tokenizer_drops_are_empty_ones(write, tmp_path):
 
 
 def test_what_training_reads_is_what_the_text_task_reads(shared_data, bpe, write, tmp_path):
-    """Real text: the batches are those of task "text", which tokenises as it goes."""
+    """On real text, the batches equal those of task "text", which tokenises while it reads."""
     whole = (shared_data / "fineweb_edu" / "train.jsonl").read_text().splitlines(keepends=True)
     path = write("part.jsonl", "".join(whole[:40]))
     prepare(path, bpe, tmp_path, settings=settings(50_000, passage_chars=1 << 30))

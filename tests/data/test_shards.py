@@ -1,4 +1,4 @@
-"""Token shards read: rows against a brute-force oracle and the text pipeline; resume; refusals."""
+"""Token shards read: rows against a brute-force oracle and the text pipeline; resuming; errors."""
 
 import itertools
 import json
@@ -139,7 +139,7 @@ def test_every_target_once_an_epoch_in_a_new_order(make, characters):
 
 @pytest.mark.parametrize(("documents", "epochs"), [(30, 1), (1, 7)])
 def test_counts_follow_what_was_read(make, characters, documents, epochs):
-    """Also where a batch holds the last, padded row several times."""
+    """Counts are right if a batch has the last, padded row several times."""
     shards = [random_documents(1, documents, 50)]
     config = {"task": "tokens", "path": str(make(shards)), "prefetch": 0}
     iterator = make_pipeline(config, characters(), 4, 16, 0).train_iterator(epochs=epochs)

@@ -1,4 +1,4 @@
-"""Sources and tasks: what is read, and what each kind of bad input says."""
+"""Sources and tasks: the rows that are read, and the error of each kind of bad input."""
 
 import csv
 import json

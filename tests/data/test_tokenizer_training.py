@@ -1,4 +1,4 @@
-"""A byte-level BPE trained here: deterministic, loss-free, loaded by transformers without torch."""
+"""A byte-level BPE trained here: deterministic, lossless, loaded by transformers without torch."""
 
 import os
 import sys

@@ -37,7 +37,7 @@ def pipeline(mixture, characters, rows=None, seed=3, **more):
 
 
 def members(batch):
-    """The member of each row, from its tokens; a row never mixes them."""
+    """The mixture's member of each row, from its tokens; a row never mixes members."""
     found = []
     for row, mask in zip(batch["targets"], batch["segment_ids"] > 0, strict=True):
         kinds = {k for k, ids in enumerate(KINDS) if {*row[mask].tolist()} & {*ids}}

@@ -1,4 +1,4 @@
-"""Generation: the tokens of a plain loop, whatever the batch; stops, limits, hostile prompts."""
+"""Generation equals a plain loop for any batch; stops, limits, hostile prompts."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ PROMPTS = [[0, 5, 9], [0, 40, 41, 42, 43, 44, 45], [7], [0, 200, 100, 17, 3]]
 
 
 def programs():
-    """Numbers of prompts and of tokens."""
+    """Numbers of compiled programs for prompts and for tokens."""
     return generate._prefill._cache_size(), generate._decode._cache_size()
 
 
@@ -155,7 +155,7 @@ def test_stop_strings_and_eos_end_a_text(generator):
 
 
 def test_one_program_a_size(generator):
-    """A size that no other test here has: one program each, whatever the settings."""
+    """A size that no other test here uses needs one program each, for any settings."""
     prompts, before = [[0, 3, 1], [0, 4]], programs()
     for temperature in (0.0, 0.5, 0.7):
         for count in (33, 40):

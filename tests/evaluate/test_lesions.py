@@ -51,7 +51,7 @@ def test_every_damage_is_that_of_the_whole_model(case):
 
 
 def test_it_goes_on(case):
-    """Lines that are there are not computed again; half a line is, and is not built upon."""
+    """Complete lines are not computed again; an incomplete line is."""
     *_, results, root, settings = case
     lines = (root / "metrics.jsonl").read_text().splitlines(keepends=True)
     changed = json.loads(lines[1]) | {"nll": 99.0}

@@ -1,4 +1,4 @@
-"""Requests that share beginnings are scored as if each stood alone."""
+"""Requests that share prefixes get the same scores as single requests."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def requests_of(seed: int = 0, vocab: int = 29) -> list[tuple[list[int], list[int]]]:
-    """Questions with four answers behind few-shot examples, some answers the same, one bare."""
+    """Questions with four answers after few-shot examples (some equal), and one short request."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(3):
@@ -37,7 +37,7 @@ def logits_of(config, params, tokens):
 
 
 def alone(config, params, context, continuation) -> tuple[float, bool]:
-    """By the whole row's logits in float64."""
+    """Scores from the logits of the whole row, in float64."""
     ids = context + continuation
     # What follows does not matter, and one length compiles once.
     row = np.array([ids + [0] * (24 - len(ids))])
@@ -84,7 +84,7 @@ def test_what_is_shared_is_computed_once():
 
 
 def test_one_program_for_any_requests():
-    """A width that no other test here has; one or two programs, by the most that a batch asks."""
+    """A width that no other test here uses: one or two programs, by the scores per batch."""
     config = dataclasses.replace(LLAMA, layers=(LayerConfig(13),))
     params, before = random_params(config), _asked_scores._cache_size()
     for seed in (1, 2, 3):

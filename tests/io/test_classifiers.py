@@ -47,7 +47,7 @@ def with_labels(family: str, pooling: str = "last", labels=("no", "yes", "maybe"
 
 
 def rows_of(config, left: bool = False) -> dict:
-    """Three rows of 5, 9 and 2 real tokens, none of them padding's."""
+    """Three rows of 5, 9 and 2 real tokens, none of them the padding id."""
     tokens = np.random.default_rng(1).integers(3, config.vocab_size, (3, 9))
     lengths = np.array([[5], [9], [2]])
     mask = np.arange(9) < lengths
@@ -60,7 +60,7 @@ def rows_of(config, left: bool = False) -> dict:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_layers_head_is_transformers_own(family, tmp_path, torch):
-    """Saved, it loads there as a classifier and gives our logits, and comes back bit by bit."""
+    """The saved model loads in transformers with our logits, and is read back bit by bit."""
     from transformers import AutoModelForSequenceClassification
 
     config, params = with_labels(family)

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and what killed processes leave of them."""
+"""Files are complete or absent, and leftovers of killed processes are removed."""
 
 import os
 import signal
@@ -90,7 +90,7 @@ def test_a_gguf_file_after_a_kill(tmp_path):
 
 
 def test_links_and_pipes_under_a_temporary_name(tmp_path):
-    """Nobody here made them: a link goes, where it leads stays; a FIFO is not waited for."""
+    """A link is removed, its target stays; a FIFO is not waited for."""
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "kept").write_text("x")
     (tmp_path / ".a.01234567.partial.json").symlink_to(tmp_path / "far")

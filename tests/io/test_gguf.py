@@ -1,4 +1,4 @@
-"""GGUF in: files written by the gguf package as llama.cpp's converter would, then read back."""
+"""Reading GGUF: files written by the gguf package in the way of llama.cpp's converter."""
 
 import dataclasses
 import functools
@@ -73,7 +73,7 @@ def random_leaves(config, seed=0):
 
 
 def converted(config, path, leaf):
-    """(name, tensor) as llama.cpp's convert_hf_to_gguf.py writes the leaf."""
+    """(name, tensor) of a leaf, as in llama.cpp's convert_hf_to_gguf.py."""
     if path in TOP:
         name = TOP[path]
     else:
@@ -347,7 +347,7 @@ def test_restacked_tree_has_the_models_structure(whole):
 
 @pytest.mark.slow
 def test_smollm2_and_gemma3_files(smollm2_gguf, gemma3_gguf):
-    """Published shapes, and weights of a trained model's size."""
+    """Published shapes, and weights of the magnitude of a trained model."""
     for path, preset in ((smollm2_gguf, "smollm2_135m"), (gemma3_gguf, "gemma3_270m")):
         config, params = read_gguf(path)
         expected, _ = families.preset(preset)

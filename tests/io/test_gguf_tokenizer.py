@@ -49,7 +49,7 @@ def random_texts(count, seed=0):
 
 
 def sentencepiece_model(file):
-    """A `sentencepiece` processor over the very pieces, scores and types of a GGUF file."""
+    """A `sentencepiece` processor with the pieces, scores and types of a GGUF file."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -78,7 +78,7 @@ def sentencepiece_model(file):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["space prefix", "no space prefix"])
 def trained(request, tmp_path_factory):
-    """A GGUF header as of a Llama-2 or Gemma file, around a BPE model trained on the spot."""
+    """A GGUF header like that of Llama 2 or Gemma, with a BPE model trained here."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 

@@ -161,7 +161,7 @@ OF_MODEL |= {"llama.attention.layer_norm_rms_epsilon": "norm_eps"}
 
 
 def with_field(whole, key, kind, value):
-    """The file with one more field before the others, so that it is read last or collides."""
+    """The file with one more field before the others, to test order and collisions."""
     name = key.encode()
     entry = struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
     room = -(len(entry) + 23) % 32  # tensors stay aligned

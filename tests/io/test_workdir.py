@@ -96,7 +96,7 @@ def test_another_config_is_refused_with_its_keys(tmp_path):
 
 @pytest.mark.parametrize("key", ["text", "calibration", "model", "data.path"])
 def test_inputs_that_changed_are_refused(tmp_path, key):
-    """The path is the same, what lies there is not."""
+    """The path is the same, but its content changed."""
     source = tmp_path / "source"
     if key in ("text", "calibration"):
         file = source

@@ -81,7 +81,7 @@ def rows_of(workdir):
 
 @pytest.fixture(scope="module")
 def alphas(spec, tmp_path_factory):
-    """The finished sweep, what it returned, the lines it said, and what JAX said it compiled."""
+    """The finished sweep: its result, its output, and JAX's log of compilations."""
     workdir, told = tmp_path_factory.mktemp("sweep") / "run", []
 
     class Listen(logging.Handler):
@@ -115,7 +115,7 @@ def test_five_alphas_are_one_compilation(alphas):
 
 
 def test_a_point_is_the_run_alone_and_seeds_share_too(spec, alphas, tmp_path):
-    """Bit for bit: sharing a program and a model changes nothing."""
+    """A point equals the single run bit for bit: sharing a program and a model changes nothing."""
     together = shared.Shared(keep_model=False)
     experiment.run(small(spec, losses__nucl__weight=1000.0, seeds=(0, 1)), tmp_path, together)
     assert (together.programs, together.compilations) == (1, 1)
@@ -150,7 +150,7 @@ def test_another_sweep_or_another_setting_is_refused(spec, alphas):
 
 
 def test_an_interrupted_sweep_goes_on(spec, alphas, tmp_path, monkeypatch):
-    """SIGTERM in the second run; the same command ends with the same bits."""
+    """After SIGTERM in the second run, the same command ends with the same bits."""
     from ffn_heterogeneity.data.pipeline import BatchIterator
 
     inner, calls = BatchIterator.__next__, []

@@ -40,7 +40,7 @@ def oracle(w):
 
 
 def differences(w, step=1e-6):
-    """Central differences of the oracle; each weight is moved by a part of itself."""
+    """Central differences of the oracle; each weight changes by a fraction of itself."""
     w = np.asarray(w, np.float64)
     slopes = np.zeros_like(w)
     for place in np.ndindex(w.shape):

@@ -1,4 +1,4 @@
-"""Chunked NLL: the plain one, a float64 oracle, masks, chunks that do not divide, memory."""
+"""Chunked NLL against the plain form and a float64 oracle: masks, uneven chunks, memory."""
 
 import jax
 import jax.numpy as jnp
@@ -258,7 +258,7 @@ def test_every_target_is_visited_once_and_little_else(share, chunk, few, monkeyp
 
 
 def temporary_bytes(batch, length, layout, chunk):
-    """Of value and gradient in bfloat16 at Gemma-2 2B's sizes; nothing is run."""
+    """Temporary bytes of value and gradient in bfloat16 at Gemma-2 2B's sizes; compiled only."""
 
     def loss(hidden, kernel, targets, mask):
         settings = {"layout": layout, "softcap": 30.0, "chunk": chunk}

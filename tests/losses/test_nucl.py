@@ -92,7 +92,7 @@ def test_gradient_by_finite_differences_in_float64(variant):
 
 
 def assert_row_is(w, variant, value, *, zero_gradient):
-    """The row alone and inside a matrix of ordinary rows; the others must not notice it."""
+    """Checks the row alone and in a matrix of ordinary rows, whose values must not change."""
     ordinary = gaussian(3, len(w))
     stacked = np.concatenate([ordinary[:2], np.asarray(w, np.float32)[None], ordinary[2:]])
     for matrix, index in ((np.asarray(w, np.float32)[None], 0), (stacked, 2)):

@@ -29,7 +29,7 @@ NEOX, OLMO = tiny_of("gpt_neox", layers=3), tiny_of("olmo", layers=3)
 
 
 def norm_oracle(x, kind, eps, scale=1.0, bias=0.0):
-    """float64: what the docstring of `Norm` says."""
+    """The formula in the docstring of `Norm`, in float64."""
     x = np.asarray(x, np.float64)
     if kind != "rms":
         x = x - x.mean(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Token by token with a cache equals the whole row at once, padding and windows included."""
+"""Decoding with a cache equals the forward pass of the whole row, with padding and windows."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ MODELS = {
 
 
 def decoded_logits(config, params, prompts: np.ndarray, pads: np.ndarray, following: np.ndarray):
-    """[B, N + 1, V]: after the prompt, then after each token of `following` [B, N]."""
+    """Logits [B, N + 1, V] after the prompt and after each token of `following` [B, N]."""
 
     @jax.jit
     def prefill(params, tokens, pads):

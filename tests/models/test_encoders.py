@@ -1,4 +1,4 @@
-"""Encoders: parity with torch's BERT and RoBERTa, attention both ways, its dropout, refusals.
+"""Encoders: parity with torch's BERT and RoBERTa, bidirectional attention, dropout, errors.
 
 Tiny models have random weights (norms too); files are in test_encoder_files.py.
 """
@@ -180,7 +180,7 @@ def test_attention_dropout_keeps_the_expectation():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [12, 300])
 def test_both_kernels_drop_the_same_probabilities(length, causal):
-    """One key, one draw: values and gradients; several blocks of queries."""
+    """The same key gives the same values and gradients, with several blocks of queries."""
     rng, positions = np.random.default_rng(0), jnp.arange(length)[None]
     inputs = [jnp.asarray(rng.normal(size=(2, length, n, 4)), jnp.float32) for n in (4, 2, 2)]
     mask = attention_mask(positions, positions, None, causal=causal)

@@ -52,7 +52,7 @@ def test_splash_equals_the_plain_form(window, softcap, packed):
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 def test_a_model_by_splash_equals_the_model(family):
-    """Through the scan, with the family's windows, soft-caps and packed documents."""
+    """A model in the scan, with the family's windows, soft-caps and packed documents."""
     config = dataclasses.replace(tiny_of(family, 3), head_dim=8)
     params = random_params(config)
     half = jnp.arange(T)[None] >= 100
@@ -91,7 +91,7 @@ def calls_of_cudnn(config, monkeypatch, **options):
 
 
 def test_a_row_of_one_document_is_causal_to_cudnn(monkeypatch):
-    """So that it skips what nobody sees; packed rows come with their mask."""
+    """cuDNN then skips masked positions; packed rows have a mask."""
     config = dataclasses.replace(tiny_of("gemma3", 2), head_dim=8)
     layers = [
         dataclasses.replace(x, window=w) for x, w in zip(config.layers, (50, None), strict=True)
@@ -108,7 +108,7 @@ def test_a_row_of_one_document_is_causal_to_cudnn(monkeypatch):
 
 
 def test_padding_after_one_document_is_not_seen():
-    """What `packed=False` claims: causality alone hides it from every place that is read."""
+    """The claim of `packed=False`: the causal mask hides padding from all positions in use."""
     config = tiny_of("llama", 2)
     params = random_params(config)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 29, (2, 20)))
@@ -142,7 +142,7 @@ def test_wide_products_round_as_narrow_ones_and_multiply_in_float32():
 
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_every_product_of_the_cross_entropy_is_one_that_bfloat16_units_take(layout):
-    """Out in float32, and no left operand contracted along its first axis."""
+    """Results are float32, and no left operand is contracted along its first axis."""
     h, k = jnp.zeros((2, 24, 16), jnp.bfloat16), jnp.zeros((96, 16) if layout == "vd" else (16, 96))
     targets = jnp.zeros((2, 24), jnp.int32)
     function = jax.grad(lambda h, k: chunked_nll(h, k, targets, layout=layout).total, (0, 1))
@@ -154,7 +154,7 @@ def test_every_product_of_the_cross_entropy_is_one_that_bfloat16_units_take(layo
 
 
 def test_rematerialisation_keeps_what_wide_products_rounded():
-    """Its bits: not the float32 that it was rounded from."""
+    """The bits of the rounded value are kept, not the float32 before rounding."""
     x, w = jnp.ones((6, 4), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
 
     def layer(x, w):

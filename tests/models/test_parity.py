@@ -130,7 +130,7 @@ def torch_model(name):
 
 @pytest.fixture(params=TINY)
 def tiny(request, torch, tmp_path):
-    """(torch model, the directory transformers saved it to)."""
+    """(torch model, its directory, saved by transformers)."""
     model = torch_model(request.param)
     model.save_pretrained(tmp_path / "theirs")
     return model, tmp_path / "theirs"
@@ -252,7 +252,7 @@ def test_round_trip_is_bit_exact_and_transformers_reads_it(torch, tiny, tmp_path
 
 
 def pruned(config, params, widths):
-    """The first `widths[i]` neurons of each layer, written here from the definition."""
+    """The model with the first `widths[i]` neurons of each layer, from the definition."""
     layers = []
     for layer, width in zip(unstack(params)["layers"], widths, strict=True):
         ffn = layer["ffn"]

@@ -67,7 +67,7 @@ def test_processes_train_as_one(tmp_path, capsys, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["text", "mixture"])
 def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path, data):
-    """Both stop at the same step, saved within 10 s; one process ends the run as one would have."""
+    """Both stop at the same step and save within 10 s; one process finishes the run equally."""
     params = jax.tree.map(np.asarray, random_params(LLAMA))
     save_pretrained(LLAMA, params, tmp_path / "model", tokenizer=byte_tokenizer())
     parts = []

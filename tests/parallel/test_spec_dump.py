@@ -54,7 +54,7 @@ def describe_state(model, settings, mesh, freeze=(), train_only=()) -> dict:
 
 
 def by_pattern(described: dict) -> dict[str, str]:
-    """{path with * for its segment and slot: "dtype spec"}: the same in all layers, or it stops."""
+    """{path with * for its segment and slot: "dtype spec"}; an error if layers differ."""
     patterns: dict[str, str] = {}
     for path, leaf in described.items():
         pattern = re.sub(r"segment_\d+/slot_\d+", "*", path)
@@ -146,7 +146,7 @@ def test_every_preset_is_in_the_dump_once(committed):
 
 
 def test_large_leaves_are_cut_and_only_known_small_ones_are_whole(committed):
-    """Of the committed file: kernels, embeddings and their moments lie on both axes."""
+    """In the committed file, kernels, embeddings and their moments are sharded over both axes."""
     for optimizer in OPTIMIZERS:
         for group in committed[optimizer]["groups"]:
             for path, entry in group["specs"].items():
@@ -209,7 +209,7 @@ def test_describe_refuses():
 
 @pytest.mark.slow
 def test_a_mesh_of_eight_devices_holds_what_is_described():
-    """The bytes that lie on each fake device, from a process that has eight."""
+    """The bytes on each fake device, from a process with eight devices."""
     own = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     own |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(REPOSITORY)}
     told = subprocess.check_output([sys.executable, __file__, "--held"], env=os.environ | own)
@@ -222,7 +222,7 @@ def test_a_mesh_of_eight_devices_holds_what_is_described():
 
 
 def small_gemma2():
-    """Two kinds of layers, every size a multiple of the mesh's."""
+    """Two kinds of layers; every size is a multiple of the mesh's."""
     config, _ = families.preset("gemma2_2b")
     layers = tuple(dataclasses.replace(layer, ffn_width=24) for layer in config.layers[:4])
     return dataclasses.replace(

@@ -60,7 +60,7 @@ def two(tmp_path):
 
 
 def test_only_the_differing_keys_are_listed(two, tmp_path):
-    """A run that has not begun has some too."""
+    """Also for a run that has not started."""
     differing = [["extra", "unset", '"1"'], ["nucl.alpha", "0", "10"], ["on", "true", "1"]]
     assert compare.differing_keys(read_runs(two)) == differing
     assert compare.differing_keys(read_runs([two[0], make(tmp_path / "c")])) == []
@@ -236,7 +236,7 @@ def test_what_is_no_run_is_said(tmp_path):
 
 
 def test_a_sweep_is_its_runs(two, tmp_path):
-    """An archive of it, too."""
+    """Also an archive of it."""
     sweep = tmp_path / "sweep"
     sweep.mkdir()
     for path in two:
@@ -287,7 +287,7 @@ def test_numbers_as_cells():
 
 
 def test_whose_model_a_run_read(tmp_path):
-    """By what the model was then: not by a path that another was written to since."""
+    """The model is identified by its content then, not by a path that was written again since."""
 
     def origin(mark, *written, place="a"):
         for name, own in zip("abc", written, strict=False):
@@ -317,5 +317,5 @@ def test_a_model_that_moved_is_known_by_the_end_of_its_path(tmp_path):
 
 
 def test_equal_means_differ_by_nothing():
-    """Not by the -5e-17 that a mean over seeds leaves."""
+    """Not by the -5e-17 of a mean over seeds."""
     assert str(bootstrap([1e-17, -9e-17, -7e-17]).mean) == "0.0"

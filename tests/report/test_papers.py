@@ -1,4 +1,4 @@
-"""papers/*.json: every number that the papers print, against a second typing of them."""
+"""papers/*.json: every printed number of the papers, typed a second time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_is_printed(shared_data, paper):
 
 
 def test_what_is_printed_in_another_form(shared_data):
-    """Sizes of JREG's models by column; the last of MacDrop's curricula is the mean of them."""
+    """Sizes of JREG's models by column; the last of MacDrop's curricula is their mean."""
     other, rows = typed(shared_data, "jreg"), rows_of(JREG["table_5"])
     keys = ("Layers", "Model Dim", "FFN Dim", "Attention Heads")
     mine = [[rows[x,][i] for x in keys] for i in range(3)]
@@ -125,7 +125,7 @@ def test_how_many_layers(layers, count):
 
 @pytest.mark.parametrize("name", [*papers.NAMES, *map(str, STUDIES)])
 def test_what_is_drawn_has_its_function(name):
-    """A function of runs and curves; a row has a cell for every label and column."""
+    """Each figure has a function of runs and curves; each row has all labels and columns."""
     texts, functions = printed(name), papers.load(name).functions
     ours = {"tables": {}, "figures": {}, **texts.get("ours", {})}
     drawn = {*texts["claims"], *texts["figures"], *ours["figures"]}

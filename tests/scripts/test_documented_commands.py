@@ -1,4 +1,4 @@
-"""Every command of README and docs, on what `make demo` leaves behind, at small settings.
+"""Every command of README and docs, with the files of `make demo`, at small settings.
 
 The model is a tiny one under the real one's name, the texts are short; nothing else is replaced but
 what SMALL says. What cannot run on a machine without network is in ELSEWHERE, with the reason.
@@ -68,7 +68,7 @@ ELSEWHERE = {
 
 
 def commands(page: str) -> list[str]:
-    """Indented blocks: continued lines joined, comments gone."""
+    """Indented blocks, with continued lines joined and comments removed."""
     text = re.sub(r"```.*?```", "", (REPOSITORY / page).read_text(), flags=re.S)
     lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
     text = re.sub(r"\\\n\s*", " ", "\n".join(lines))

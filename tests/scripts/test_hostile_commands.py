@@ -1,4 +1,4 @@
-"""Commands that cannot run: code 2, one last line, no traceback, no result; at once and small."""
+"""Commands that cannot run: code 2, one last line, no traceback, no result; fast, low memory."""
 
 import gzip
 import json

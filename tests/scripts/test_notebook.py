@@ -33,7 +33,7 @@ def test_no_output_of_anybodys_run_is_in_it():
 
 
 def outputs(model, folder, monkeypatch):
-    """The outputs of all cells, run on a model file; jax was imported by one process alone.
+    """The outputs of all cells, run on a model file; checks that one process imported jax.
 
     A second process would get no TPU, because the kernel uses it.
     """
@@ -81,7 +81,7 @@ def test_it_runs(smollm2_gguf, tmp_path, monkeypatch):
 
 
 def install(monkeypatch, devices="", packages=None, newer=None, source="git+https://example.org/x"):
-    """The first cell's requirements for pip, where /dev and the environment hold these."""
+    """The first cell's requirements for pip, with these files of /dev and this environment."""
     asked, versions = [], {"jax": "0.10.2", **(packages or {})}
 
     def run(command, check):

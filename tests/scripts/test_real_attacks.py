@@ -1,4 +1,4 @@
-"""Massive weights of SmolLM2-135M and Gemma 3 270M: found and attacked by us and by torch alone."""
+"""Massive weights of SmolLM2-135M and Gemma 3 270M: found and attacked by us and by torch."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def layers_of(theirs):
 
 
 def found_by_torch(torch, theirs, bos):
-    """(layer, neurons by falling |h|) from what `down_proj` is given when bos stands alone."""
+    """(layer, neurons by decreasing |h|) from the inputs of `down_proj` for a single bos."""
     seen, hooks = [], []
     for layer in layers_of(theirs):
         hook = layer.mlp.down_proj.register_forward_pre_hook
