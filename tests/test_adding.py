@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says a new piece costs: its diffs, applied to a copy of the tree and run."""
+"""The diffs of CONTRIBUTING.md for new pieces, applied to a copy of the tree and run."""
 
 import json
 import re
@@ -21,7 +21,7 @@ ALONE = ("families/seed_oss.py", "surgery/weaken.py")
 
 
 def with_diffs(root, alone: bool):
-    """A copy of what runs, with the diffs of CONTRIBUTING.md in it, or those of `ALONE`."""
+    """A copy of the code with the diffs of CONTRIBUTING.md, or with those of `ALONE`."""
     for name in ("ffn_heterogeneity", "configs", "scripts", "tests", "docs"):
         ignored = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
@@ -59,7 +59,7 @@ def run(copy, *commands, program=SCRIPTS) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The tree with the diffs in it, after the commands that its tests look at."""
+    """The tree with the diffs, after the commands whose results the tests check."""
     copy, rng = with_diffs(tmp_path_factory.mktemp("copy"), False), np.random.default_rng(0)
     for name, count in (("train", 64), ("held_out", 9)):
         letters = [list(("nopqrstuvwxyz", "abcdefghijklm")[i % 2]) for i in range(count)]
@@ -124,7 +124,7 @@ CONTRACTS = ("contracts", "slips", "adapter_contract", "architecture")
 
 
 def contracts(copy, *chosen, flags=()) -> None:
-    """The tests of the copy itself, with the pieces in it."""
+    """The tests of the copy, with the new pieces."""
     files = [f"tests/{name}" for name in (*(f"test_{x}.py" for x in CONTRACTS), *chosen)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *flags]
     done = run_program(*command, cwd=copy, PYTHONPATH=str(copy), CI="", RUN_SLOW="0")
@@ -193,7 +193,7 @@ for options in ({}, {"export": "native"}):
 
 
 def test_a_leaf(copy):
-    """One declaration: it is drawn, trained, cut, counted and pruned around; export names it."""
+    """One declaration: it is initialised, trained, sharded, counted, kept; export rejects it."""
     run(copy, program=LEAF)
 
 

@@ -1,4 +1,4 @@
-"""What every config, family, preset, probe, loss term and criterion must do.
+"""Contracts of every config, family, preset, probe, loss term and criterion.
 
 All of them are discovered, so that none can be added without meeting its contract. Those that need
 an example (a term's arguments) fail here until the tables below have one. Adapters have theirs in
@@ -57,7 +57,7 @@ def modules_of(package) -> list:
 
 
 def with_zeros(config, params) -> dict:
-    """A zero row of W in a layer, a neuron all zero in another, and a zero embedding."""
+    """Parameters with a zero row of W, in another layer a zero neuron, and a zero embedding."""
     tree = unstack(jax.tree.map(np.array, params))
     tree["layers"][0]["ffn"]["down"]["kernel"][2] = 0
     ffn = tree["layers"][1]["ffn"]
@@ -263,7 +263,7 @@ PREPARED = {"size": "gates", "score_norm": "scores"}
 
 
 def params_of(name, config, seed=0):
-    """Random ones with all that the term reads; random multipliers, too."""
+    """Random parameters with all leaves that the term reads, and random multipliers."""
     params = taught_params(config, seed)
     if name in PREPARED:
         model, key = Model(config, params, None, ""), jax.random.key(seed)

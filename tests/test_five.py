@@ -109,7 +109,7 @@ def subsets(count: int) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("pieces", subsets(24), ids="+".join)
 def test_any_subset(files, pieces):
-    """Losses, leaves, what trains and the layers' widths follow from the pieces alone."""
+    """The pieces alone determine losses, leaves, trained leaves and widths."""
     built = plan(read(config_for(files, pieces)), mesh())
     assert {term.name for term in built.terms} == {"classification", *LOSSES & {*pieces}}
     trains = {path for path, yes in built.trainable.items() if np.any(yes)}
@@ -140,7 +140,7 @@ def scans(jaxpr) -> int:
 
 
 def test_all_pieces_run_in_the_scans_of_the_plain_model(files):
-    """One over each run of equal layers, forward and backward: none is added by a piece."""
+    """One scan over each run of equal layers, forward and backward; pieces add none."""
     counts = {}
     for pieces in (("fuse", "dora"), ("fuse", "dora", "macdrop"), ALL[:-1], ALL):
         built = plan(read(config_for(files, pieces)), mesh())
@@ -169,7 +169,7 @@ def test_what_pieces_cost_is_timed_in_turns(files):
 
 
 def gradients(built, config, params, batch, weights=None):
-    """{path: gradient}, by a step of SGD, with these weights of the losses alone."""
+    """{path: gradient}, from a step of SGD with only these losses and weights."""
     state = create_state(params, built.optimizer, built.trainable, shardings=built.shardings[0])
     hyper = {name: jnp.float32(x) for name, x in config.hyper(built.objective.terms)(0).items()}
     if weights is not None:
@@ -191,7 +191,7 @@ def sgd(files, pieces=ALL, **changes):
 
 
 def test_the_gradient_is_the_sum_of_its_parts(files):
-    """By one program; the weights are its inputs. A weight of 0 is the part left out."""
+    """One program, with the weights as inputs. A weight of 0 equals a loss that is left out."""
     config = sgd(files, macdrop__p0=0.0)
     model = starting_from(config)
     built = plan(config, mesh(), model)
@@ -269,7 +269,7 @@ def test_stopped_resumed_exported_and_planned(files, tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("method", METHODS)
 def test_fusion_of_shapes_is_that_of_weights(family, method):
-    """Gated without biases, and plain with them."""
+    """Gated blocks without biases, and plain blocks with biases."""
     config = tiny_of(family, layers=3)
 
     def shapes(params):

@@ -118,7 +118,7 @@ def test_meshes_train_five_papers_as_one_device(some_meshes):
 
 
 def test_meshes_cluster_as_one_device(some_meshes):
-    """Every device holds an eighth of the products of all pairs; the surgery uses them all."""
+    """Every device holds 1/8 of the products of all pairs; the surgery uses all devices."""
     found = some_meshes["clusters"]
     _, report = SURGERIES["fuse"](Model(LLAMA, random_params(LLAMA), None, ""), {"ratio": 0.5})
     assert found["inertia_share"] == pytest.approx(report["inertia_share"], rel=1e-6)
@@ -142,7 +142,7 @@ def test_every_mesh_trains_as_one_device():
 
 
 def test_fake_devices_get_threads_of_their_own(monkeypatch):
-    """With a thread a device, collectives can wait on each other for ever (seen, under load)."""
+    """With one thread per device, collectives can deadlock (seen under load)."""
     for flags, given, devices, threads in (
         ("", None, 0, None),
         ("--xla_cpu_enable_fast_math=false", None, 0, None),
@@ -159,7 +159,7 @@ def test_fake_devices_get_threads_of_their_own(monkeypatch):
 
 @pytest.mark.slow
 def test_what_moves_between_devices():
-    """NUCL: two all-reduces of a number a row, no weights. FSDP: one layer's kernels at a time.
+    """NUCL: two all-reduces of one number per row, no weights. FSDP: one layer's kernels at a time.
 
     Cross-entropy: the kernel gathered once, its gradient reduced once, however many chunks.
     """

@@ -23,7 +23,7 @@ def transformers_4(directory: Path) -> Path:
 
 
 def logits(directory: Path) -> list:
-    """[pairs, labels]: by the lines of its card where it has some, and of one padded batch."""
+    """Logits [pairs, labels], by the lines of its card if it has some, and of one padded batch."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -54,7 +54,7 @@ def logits(directory: Path) -> list:
 
 
 def rows(directory: Path) -> dict:
-    """What its tokenizer makes of a text, pairs, a padded batch and a chat; its special tokens."""
+    """The tokenizer's results for a text, pairs, a padded batch and a chat; its special tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)

@@ -1,4 +1,4 @@
-"""What survivors take over: each way against its formula, solved another way."""
+"""Compensation by kept neurons: each method against its formula, solved another way."""
 
 import dataclasses
 import json
@@ -231,7 +231,7 @@ def test_ridge(m, n, count, factor):
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_least_squares_is_exact_where_its_assumption_holds(plain):
-    """A linear activation, and a constant gate or none: the survivors' span says it all."""
+    """A linear activation, and a constant gate or none: kept neurons span the removed ones."""
     rng = np.random.default_rng(9)
     ffn = layer_of(rng, 40, 5, plain=plain, bias=plain)
     if not plain:
@@ -244,7 +244,7 @@ def test_least_squares_is_exact_where_its_assumption_holds(plain):
 
 
 def test_one_solve_for_many(monkeypatch):
-    """Blocks of neurons that go make no difference."""
+    """The size of blocks of removed neurons does not matter."""
     rng = np.random.default_rng(10)
     ffn = layer_of(rng, 60, 10)
     _, gone = split(60, 25, rng)

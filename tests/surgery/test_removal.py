@@ -112,7 +112,7 @@ def test_choice_equals_the_oracle(name, reverse):
 
 
 def incoming_scores(name: str, gate: np.ndarray, up: np.ndarray) -> list[float]:
-    """OptiPFair's three rules, column by column; what is lowest goes."""
+    """OptiPFair's three rules, column by column; the lowest scores are removed."""
     values = []
     for g, u in zip(gate.T.astype(np.float64), up.T.astype(np.float64), strict=True):
         if name == "maw":

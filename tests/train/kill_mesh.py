@@ -1,4 +1,4 @@
-"""As kill_toy.py, a tiny Llama on eight fake devices: `kill_mesh.py <workdir> <steps> <d,f,t>`."""
+"""kill_toy.py for a tiny Llama on eight fake devices: `kill_mesh.py <workdir> <steps> <d,f,t>`."""
 
 import json
 import os
@@ -23,7 +23,7 @@ RATE = 0.01
 
 
 class Batches:
-    """Endless batches by position."""
+    """Endless batches, determined by position."""
 
     position = 0
 

@@ -1,4 +1,4 @@
-"""Early refusals: a run that would trip later does so before its model is fetched or read."""
+"""Early errors: a run that would fail later stops before its model is downloaded or read."""
 
 import sys
 import types

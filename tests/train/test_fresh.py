@@ -44,7 +44,7 @@ def total_of(config) -> int:
     [("170m", 134.1, 109.5), ("134m", 134.1, 109.5), ("1b", 928, 862), ("3_4b", 3590, 3500)],
 )
 def test_the_papers_sizes(size, untied, tied):
-    """Millions of parameters; the paper's own names are none of the two counts."""
+    """Millions of parameters; the sizes in the paper's names are neither of the two counts."""
     for value, millions in ((False, untied), (True, tied)):
         config = config_of("jreg_pretrain", size, shape__tied=value)
         total = total_of(config) / 1e6

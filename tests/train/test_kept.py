@@ -1,4 +1,4 @@
-"""What a full disk or a lost mount costs a run: nothing; and memory that cannot hold it."""
+"""A full disk or a lost mount costs a run nothing; and runs that do not fit in memory."""
 
 import errno
 import json
@@ -61,7 +61,7 @@ def full(*_, **__):
 
 
 def broken(trouble, workdir, patch):
-    """Has the disk fail in the way that `trouble` says; what to do when it is well again."""
+    """Makes the disk fail in the way of `trouble`; returns a function that repairs it."""
     if trouble == "export":
         patch.setattr(training, "save_pretrained", full)
     elif trouble == "results":
@@ -121,7 +121,7 @@ def test_the_last_line_goes_on(flags, whole, tmp_path, trouble):
 
 @pytest.mark.slow
 def test_five_thousand_steps_through_every_trouble(tmp_path):
-    """A closed terminal, a disk that is full twice, a mount that is lost: as if nothing was."""
+    """A closed terminal, a disk that is full twice, a lost mount: results as without them."""
     options = {"steps": 5000, "checkpoint_every": 250, "eval_every": 1000}
     reference = test_loop.make_loop(tmp_path / "whole", **options).run()
     workdir, limits = tmp_path / "run", []
@@ -200,7 +200,7 @@ def test_a_dry_run_names_what_fits(flags, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["", "memory"])
 def test_a_containers_limit_is_the_memory(tmp_path, monkeypatch, kind):
-    """Of the group or of one around it, without the cache; v2 and v1."""
+    """The limit of the group or of a parent group, without the page cache; cgroups v2 and v1."""
     v2 = kind == ""
     names = ("max", "current", "") if v2 else ("limit_in_bytes", "usage_in_bytes", "total_")
     group = tmp_path / "sys/fs/cgroup" / kind / "outer" / "own"

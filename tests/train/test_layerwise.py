@@ -98,7 +98,7 @@ def test_the_loss_is_its_formula(files, family, method, name):
 
 
 def test_gradients_of_the_tasks_loss_are_compared(files):
-    """With respect to what each FFN returns, of real tokens."""
+    """Gradients with respect to the output of each FFN, at real tokens."""
     whole, model = taught_model(files, "bert")
     batch = batch_of(whole.config)
 
@@ -193,7 +193,7 @@ def test_tuning_moves_the_taught_blocks_alone(files, tmp_path):
 
 @pytest.mark.parametrize("states", ["gradient", pytest.param("block", marks=pytest.mark.slow)])
 def test_joined_rows_have_the_loss_of_rows_alone(files, tmp_path, states):
-    """The loss of all held-out rows, by the forward pass of a training run."""
+    """The loss of all held-out rows, with the forward pass of a training run."""
     few, _ = SURGERIES["fuse"](fh.load_model(files / "bert"), {"ratio": 0.5, "layers": "1-2"})
     fh.save_model(few, tmp_path / "few")
     own = data_of(files) | {"fields": "sentence", "teacher__model": str(files / "bert")}
@@ -213,7 +213,7 @@ def test_joined_rows_have_the_loss_of_rows_alone(files, tmp_path, states):
 
 
 def test_rounds_mask_more_and_rewind(files, tmp_path):
-    """Two of the three rounds, whose models are trained, masked, trained, masked."""
+    """Two of the three rounds; models are trained, masked, trained, masked."""
     stages = ("round_1", "mask_1", "round_2", "mask_2")
     models, _ = fused(files, tmp_path, "lth", stages=stages)
     whole = leaves_of(fh.load_model(files / "bert"))

@@ -231,7 +231,7 @@ def test_another_head_is_refused(alone, tmp_path, monkeypatch):
 
 
 def test_without_losses_it_is_evaluated_and_not_trained(alone, tmp_path, monkeypatch):
-    """By decoding, here: what `evaluate` returns of parameters and batches."""
+    """The objective's `evaluate` gets parameters and batches, and decodes here."""
     objective = outside_task.scores(read(outside_task.config_for("x")), UNTIED)
 
     def decoded(params, batches):
@@ -246,7 +246,7 @@ def test_without_losses_it_is_evaluated_and_not_trained(alone, tmp_path, monkeyp
 
 
 def test_f1_does_not_add_up():
-    """What the batches' own scores would have averaged to is another number."""
+    """The mean of the batches' F1 would be another number."""
     said, meant = list("ecneceec"), list("ecnnceen")
     words = {"e": WORDS[0], "c": WORDS[1], "n": WORDS[2]}
     said, meant = ([words[x] for x in one] for one in (said, meant))

@@ -107,7 +107,7 @@ def test_nucl_lowers_the_entropy(files, finished, tmp_path):
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
-    """Before anything is compiled: such an id would be read as NaN."""
+    """The error comes before compilation: such an id would be read as NaN."""
     text = tmp_path / "text.txt"
     text.write_text("zeros and ones " * 500)
     config = dataclasses.replace(LLAMA, vocab_size=49_152, layers=LLAMA.layers[:1])
@@ -120,7 +120,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
 
 
 def test_a_special_token_beyond_the_vocabulary_is_refused_where_it_is_used(files, tmp_path):
-    """As Gemma 3's for images, which its text models have no embedding for."""
+    """Gemma 3's token for images, for example, has no embedding in its text models."""
     model = load_model(files[0])
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
