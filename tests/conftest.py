@@ -21,32 +21,32 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Compiling is most of the tests' time: each program once, whatever process asks for it, and not
+# Compiling is most of the tests' time: each program is compiled once for all processes, and not
 # again the next time. Programs that scripts start inherit this.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_directory("tests") or ""))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # XLA:CPU's older kernels compile in half the time and run hardly slower. `make test-all` takes
-# those that users get. A jaxlib that does not know the flag would abort: only where it was seen.
+# the default ones. A jaxlib that does not know the flag would abort: only for known versions.
 QUICK = "--xla_cpu_use_fusion_emitters=false"
 # The same instructions, and so the same numbers and dtype, on every machine.
 SAME = "--xla_cpu_max_isa=AVX2"
 if os.environ.get("RUN_SLOW") != "1" and importlib.metadata.version("jaxlib") == "0.10.2":
     os.environ["XLA_FLAGS"] = f"{QUICK} {SAME} {os.environ.get('XLA_FLAGS', '')}".strip()
 
-# Tracing makes many objects and few cycles: looking for those was a sixth of the time.
+# Tracing makes many objects and few cycles: their collection took 1/6 of the time.
 gc.set_threshold(100_000, 20, 50)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared" / "data"
-# Where `make models` put them; commands that tests start in other directories look there, too.
+# The directory of `make models`, also for commands that tests start in other directories.
 MODELS = REPOSITORY / ".cache" / "models"
 MODELS = models_directory() if "FFN_MODELS" in os.environ or not MODELS.is_dir() else MODELS
 os.environ["FFN_MODELS"] = str(MODELS.absolute())
 
-# Files of a minute and more.
+# Test files that take a minute or more.
 LONG = ("test_meshes.py", "test_processes.py", "test_jreg.py", "test_run.py", "test_kills.py")
 
-# fixture -> (whether it can be had here, what to do about it)
+# fixture -> (whether it is available here, how to get it)
 LEFT_OUT: dict[str, list[str]] = {}
 
 
@@ -140,7 +140,7 @@ def few_programs():
 
         jax.clear_caches()
         gc.collect()
-        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # of glibc: what is free goes back
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # of glibc: returns free memory
             libc.malloc_trim(0)
 
 

@@ -115,7 +115,7 @@ def train(config, shape, optimizer_name="sgd", rows=8):
 
 def worst(one: dict, other: dict) -> float:
     """Largest difference, relative to the norm of the leaf."""
-    # Keys' biases add one number to all logits of a query: their gradient is rounding alone.
+    # Keys' biases add one number to all logits of a query: their gradient is only rounding.
     paths = [path for path in one if not path.endswith("/k/bias")]
     return max(
         float(np.linalg.norm(one[path] - other[path]) / np.linalg.norm(one[path])) for path in paths

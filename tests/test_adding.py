@@ -16,7 +16,7 @@ from ffn_heterogeneity.tree import flatten
 SMALL = {"steps": 2, "batch_size": 2, "eval.max_batches": 1, "tensorboard": "false"}
 
 
-# Of each its own tree: it and the diff of an adapter change one line.
+# Each of these diffs gets a separate tree, because it and an adapter's diff change one line.
 ALONE = ("families/seed_oss.py", "surgery/weaken.py")
 
 
@@ -105,7 +105,7 @@ def test_a_loss_and_a_probe(copy):
 
 def test_a_task(copy):
     """The new task trains, and its questions are answered and scored."""
-    # (Without its structure: nobody outside of the copy knows the adapter.)
+    # (Without its structure: only the copy knows the adapter.)
     shutil.rmtree(copy / "solved" / "model" / "structure")
     told = json.loads((copy / "solved" / "model" / "config.json").read_text())
     del told["ffn_heterogeneity"]

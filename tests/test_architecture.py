@@ -10,16 +10,16 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "ffn_heterogeneity"
-# Every room: one may import those before it, and its own, so that any two have ONE direction.
+# Every room may import those before it, and itself, so that any two have ONE direction.
 ORDER = ("tree", "wording", "progress", "adapters", "parallel", "models")
 ORDER += ("probes", "heads", "losses", "data", "io", "surgery", "report", "papers", "evaluate")
 ORDER += ("train", "bench", "launch", "api", "__main__")
-# Rooms that import no other (adapters and data: pure parts), but those.
+# Rooms that import only the listed ones.
 ALONE = {"data": set(), "report": {"io"}, "adapters": {"tree"}, "papers": {"report"}}
 ONLY_FOR = {"papers": "papers"}  # a room that no other imports: the command joins it to reports
-# Leaf helpers everyone may use: writing a file whole is not an upward arrow.
+# Helpers that every room may import.
 SHARED = {"tree", "wording", "progress", "io.files", "io.errors", "io.read", "io.child"}
-# Longer than files (390 lines) and functions (60) may be: none may be added.
+# Exceptions to the limits of files (390 lines) and functions (60): add none.
 TO_BE_CUT: set[str] = set()
 
 

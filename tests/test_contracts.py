@@ -85,7 +85,7 @@ def test_config(name):
     assert command and (REPOSITORY / command[1]).is_file()
     config = config_of(name)
     names = flatten_config(config.to_dict())
-    # That of all papers holds the settings of every piece; what is logged besides is nobody's cost.
+    # The config of all papers has the settings of every piece; other logged values are free.
     set_by_users = [key for key in names if not key.startswith("monitors.")]
     assert 1 <= len(set_by_users) <= (90 if name == "five" else 60)
     assert plain(config.to_dict()), "plain data only: it is written to config.json"
@@ -210,7 +210,7 @@ def test_probe(name, config):
         parts = [results_and_gradient(params, only(rows))[0] for rows in ([0], [1, 2])]
         if probe.kind == "sum":  # the parts of a batch add up to the whole
             found = jax.tree.map(jnp.add, *parts)
-        else:  # a row says the same whatever the others are
+        else:  # a row's result does not depend on the other rows
             found = jax.tree.map(lambda a, b: jnp.concatenate([a[:, :1], b[:, 1:]], 1), *parts)
         close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
         jax.tree.map(close, seen, found)
@@ -258,7 +258,7 @@ def taught_params(config, seed=0):
     return random_params(config, seed=seed) | {"teacher": {"stack": other}}
 
 
-# Whose leaves a term reads.
+# The part of the model that a term reads.
 PREPARED = {"size": "gates", "score_norm": "scores"}
 
 
@@ -307,7 +307,7 @@ def test_term(name, settings, family):
         for path, acts in found.items():
             assert not acts or any(re.search(pattern, path) for pattern in term.targets), path
     else:
-        # A term may read the layers alone, before the final norm and the head.
+        # A term may read only the layers, before the final norm and the head.
         assert all(acts for path, acts in found.items() if path.startswith(("stack/", "embed/")))
         nothing = {**batch, "valid": np.zeros_like(batch["valid"])}
         nothing = {**nothing, "loss_mask": np.zeros_like(batch["loss_mask"])}

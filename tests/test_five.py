@@ -39,7 +39,7 @@ from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ALL = ("fuse", "dora", "macdrop", "p32", "nucl", "jreg", "layerwise")
-RATE = 1000.0  # so large that a step is not lost in the rounding of what it moves
+RATE = 1000.0  # so large that a step is larger than the rounding of the weights
 LOSSES = {"nucl", "jreg", "layerwise"}
 
 
@@ -122,7 +122,7 @@ def test_any_subset(files, pieces):
     scaled = [path for path in shapes if path.endswith("neuron_scale")]
     assert bool(scaled) == ("fuse" in pieces)
     assert any(path.startswith("teacher/") for path in shapes) == ("layerwise" in pieces)
-    # The massive layer alone stays whole; the first, of shapes.
+    # Only the massive layer keeps its width; for shapes, the first layer.
     widths = built.model.ffn_widths
     assert len(set(widths)) == (2 if "fuse" in pieces else 1) and widths[1] == widths[2]
 

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import REPOSITORY
 from tiny_runs import flags_of, write_rows
 
-# A command: what it prints counts the starts.
+# A command whose output counts the starts.
 PROGRAM = """
 import os, resource, sys
 from ffn_heterogeneity.launch.huge_pages import restart_with_huge_pages
@@ -85,5 +85,5 @@ def test_a_run_needs_what_it_said(smollm2_gguf, tmp_path):
     text = (tmp_path / "said").read_text()
     assert status == 0, text
     needed = float(re.search(r"a step \(.*\) needs ([\d.]+) of", text)[1])
-    # Beyond it: Python, JAX, and what the model was read from.
+    # In addition: Python, JAX, and the file of the model.
     assert needed < usage.ru_maxrss / 2**20 < needed + 1.5, (needed, usage.ru_maxrss)

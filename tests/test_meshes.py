@@ -92,7 +92,7 @@ def on_eight_devices(*programs: str, fast_compile: bool = True) -> dict:
 def check_meshes(found: dict) -> None:
     for name, error in found.items():
         assert max(error["loss"], error["gradient"]) <= 1e-7, (name, error)
-        # Adafactor's steps are of equal size whatever the gradient's: its rounding is theirs.
+        # Adafactor's steps do not depend on the gradient's size, so they amplify its rounding.
         assert error["params"] <= (1e-6 if "adafactor" in name else 1e-7), (name, error)
 
 

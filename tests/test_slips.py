@@ -19,7 +19,7 @@ from ffn_heterogeneity.train.build import make_terms
 from ffn_heterogeneity.wording import settings_from
 
 SEEN = [
-    ("prune", "layer", "layers"),  # took neurons of every layer
+    ("prune", "layer", "layers"),  # before, this removed neurons of every layer
     ("prune", "protct", "protect"),  # spared nobody
     ("lora", "dropuot", "dropout"),
     ("macdrop", "scoep", "scope"),
@@ -29,7 +29,7 @@ SLIPS = [
     for name, surgery in SURGERIES.items()
     for field in dataclasses.fields(surgery.settings)
 ]
-# Every group of configs/parts/, but those that are there without a word.
+# Every group of configs/parts/, except those that are always present.
 EVERYTHING = ",".join(["model,text", *PARTS, *(set(LOSSES) - {"nll", "nucl"})])
 
 

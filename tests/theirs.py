@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 PAIRS = [("a good film", "no"), ("bad", "it is a long day, and so on"), ("x", "y")]
-# It needs other versions of these than version 5; torch is the environment's.
+# It needs other versions of these than version 5; torch is from the environment.
 VERSION_4 = ("transformers==4.57.6", "huggingface_hub==0.36.0", "tokenizers==0.22.1")
 
 

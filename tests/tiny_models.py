@@ -60,7 +60,7 @@ def tiny_of(family: str, layers: int = 6) -> ModelConfig:
     )
     sizes = {"vocab_size": 29, "d_model": 8, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
     if family == "gpt_neox":
-        # It has no grouped queries, heads fill the width, and a quarter of a head rotates.
+        # It has no grouped queries, heads fill the width, and 1/4 of a head rotates.
         sizes |= {"d_model": 16, "n_heads": 2, "head_dim": 8}
     if config.position_rows:
         sizes |= {"d_model": 16, "n_kv_heads": 4, "max_position": 24}

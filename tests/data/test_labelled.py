@@ -15,7 +15,7 @@ from ffn_heterogeneity.data.labelled import Encoded, Form, LabelSettings, Shuffl
 from ffn_heterogeneity.data.record_source import ClassName, DataError
 from ffn_heterogeneity.io.load import load_tokenizer
 
-# Of GLUE's own files; CoLA's are without theirs.
+# Headers of GLUE's original files; CoLA's have none.
 HEADERS = {
     "rte": "index,sentence1,sentence2,label",
     "mrpc": "Quality,#1 ID,#2 ID,#1 String,#2 String",
@@ -220,7 +220,7 @@ def test_rows_that_stand_together_are_the_batchs_own():
             own = other["tokens"].reshape(2, -1)[i // 4][segments[i // 4] == 1 + i % 4]
             assert np.array_equal(own, data.ids[int(target)])
     assert np.sum(places, 0)[1] < 0.65 * np.sum(places, 0)[0]
-    # Of a pass that ends with fewer rows than a batch has.
+    # The last batch of a pass may have fewer rows.
     seen = []
     for _, batch in labelled.in_order_of_length(data, size, (16, 64), 4):
         assert batch["tokens"].shape[0] == size

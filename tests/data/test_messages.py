@@ -116,7 +116,7 @@ def test_real_tokenizers(request, name, template, end):
     assert shown(tokenizer, ids, scored) == [TALK[2].content + end, TALK[4].content + end]
     assert ids.count(tokenizer.bos_token_id) == (5 if name + template == "smollm2auto" else 1)
     assert end_of_turn(encoder) == tokenizer.convert_tokens_to_ids(end)
-    # What a model is given to answer is where its turn begins.
+    # The prompt of a model ends where its turn begins.
     start = scored.index(True)
     assert messages.prompt_ids(TALK[:2], encoder) == ids[:start]
 
@@ -180,9 +180,9 @@ CHATTY = (
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        # The last turn is written otherwise than the ones before it.
+        # The last turn has another format than the ones before it.
         (CHATTY.replace("m['content']", "(m['content'] if loop.last else '...')"), "message 3"),
-        # The header that invites an answer is not the one of an answer.
+        # The header of the generation prompt differs from that of an answer.
         (CHATTY.replace("'assistant: '", "'assistant: <think>'"), "message 3"),
         ("{{ raise_exception('Roles are not liked') }}", r"rejects .*\(Roles are not liked\)"),
         ("{% for m in messages %}{{ m.content.nothing.there }}{% endfor %}", "rejects"),

@@ -72,7 +72,7 @@ def test_draws_are_exact_and_even(weights):
         assert turn == taken[member], "draws of a member count 0, 1, 2, ..."
         taken[member] += 1
         for i, weight in enumerate(weights):
-            # Never further than one draw a member from the exact share.
+            # Each member is at most one draw from its exact share.
             assert abs(taken[i] - (k + 1) * weight / total) <= len(weights), (k, i)
     assert [taken[i] for i in range(len(weights))] == [3 * weight for weight in weights]
 

@@ -115,7 +115,7 @@ def test_text_predicts_every_token_once(shared_data, write, bpe, bos, packing):
         assert (got[starts] == 0).all()
         got, inputs = np.delete(got, starts), np.delete(inputs, starts)
     assert np.array_equal(got, inputs)
-    if packing:  # only the last row may have room left
+    if packing:  # only the last row may have free space
         assert all((row["segment_ids"] > 0).all() for row in rows[: -(-len(targets) // 64) - 1])
 
 
@@ -239,7 +239,7 @@ def test_policies_need_their_tokens(characters):
 def test_truncated_and_dropped_are_counted_and_said(write, characters, caplog):
     records = [{"prompt": "p" * 3, "response": "r" * 20}] * 12
     records += [{"prompt": "p" * 8, "response": "r"}, {"prompt": "p", "response": "  "}]
-    records += [{"prompt": "p" * 7, "response": "r"}]  # bos + 7: one place is left, for "r"
+    records += [{"prompt": "p" * 7, "response": "r"}]  # bos + 7: one free position, for "r"
     config = {"task": "jsonl", "path": write("a.jsonl", records), "shuffle": False}
     pipeline = make_pipeline(config, characters(), 2, 8, 0)
     with caplog.at_level(logging.WARNING):

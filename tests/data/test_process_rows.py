@@ -114,7 +114,7 @@ def test_a_state_goes_on_with_any_number_of_processes(request, shared_data, bpe,
     assert saved == json.dumps(first[0].get_state()) and "process" not in saved
     close(first)
     for count in (1, 4):
-        # The cut into micro-batches may change as well: the global batches stay.
+        # The split into micro-batches may change, too: the global batches are equal.
         for parts in (accumulation, 1):
             later = iterators(config, tokenizer, *sizes, count, parts)
             for process in later:

@@ -46,7 +46,7 @@ PAIRS = [
     ("", "an empty context"),
     ("<s>begins with a bos", " of its own"),
     ("ü", "ber"),
-    (TEXT[:150], TEXT[150:170]),  # longer than the model's positions: the oldest go
+    (TEXT[:150], TEXT[150:170]),  # longer than the model's positions: the oldest tokens are cut
 ]
 
 
@@ -121,7 +121,7 @@ def test_special_tokens_end_a_text(lm_eval):
     assert len(lm.generate_until([request])[0]) > len(wanted)
     ended.eos_token = name
     assert lm_of(ended, eos_id=(257,)).generate_until([request]) == [wanted]
-    # A token that is no special one is looked for in the text.
+    # An ordinary token is searched in the text.
     stop, eos = lm_of()._ends(["a", "ab", "</s>", "</s>b"])
     assert stop == ("a", "ab", "</s>b") and eos == (1,)
     # The stop strings of the config are added to those of the request.

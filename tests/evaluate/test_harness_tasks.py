@@ -58,7 +58,7 @@ HUB = {"arc_challenge": _arc, "mmlu_virology": _mmlu, "triviaqa": _triviaqa, "ra
 HUB |= {"swag": _swag, "cb": _number("entailment", "contradiction", "neutral")}
 HUB |= {"sglue_rte": _number("entailment", "not_entailment"), "wic": _number(False, True)}
 HUB |= {"boolq": _number(False, True), "social_iqa": lambda x: x | {"label": str(x["label"])}}
-# (task, examples); arc_easy is shared as instructions. RACE and LAMBADA have a test split alone:
+# (task, examples); arc_easy is shared as instructions. RACE and LAMBADA only have a test split:
 # the stock tasks draw examples from it, the question itself not excepted, which is not copied.
 STOCK = [name for name in TASKS if TASKS[name].stock and name not in ("arc_easy", "mmlu")]
 STOCK += ["mmlu_virology"]

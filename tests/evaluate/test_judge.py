@@ -80,7 +80,7 @@ def test_ratings(server, files, tmp_path):
     names = {(row["question_id"], row["turn"]): row["judge"] for row in rows}
     assert names[0, 1] == ["the/judge", "single"] and names[0, 2][1] == "single-multi-turn"
     assert names[1, 2][1] == "single-reference-multi-turn"
-    # The judge sees the conversation up to the turn, and a reference where there is a right one.
+    # The judge gets the conversation up to the turn, and a reference if there is one.
     prompts = {(row["question_id"], row["turn"]): row["user_prompt"] for row in rows}
     assert "ours says 0" in prompts[0, 1] and "ours adds 0" not in prompts[0, 1]
     assert "ours says 0" in prompts[0, 2] and "ours adds 0" in prompts[0, 2]
@@ -91,7 +91,7 @@ def test_ratings(server, files, tmp_path):
     assert data["model"] == "the/judge" and data["temperature"] == 0.0
     assert data["max_tokens"] == 2048
     assert nowhere(tmp_path / "out", KEY) and "Key <key>." in rows[0]["judgment"]
-    # All is there: nothing is asked again.
+    # All answers exist: nothing is asked again.
     again = judged(config_for(server, files), tmp_path / "out")
     assert len(server.requests) == 6 and again["score"] == results["score"]
 
@@ -192,7 +192,7 @@ def test_failures_are_kept_and_asked_again(server, files, tmp_path, name, capsys
 
 def test_busy_servers_are_tried_again(server, monkeypatch):
     """A 429 is repeated after the client's or the server's wait; other errors are final."""
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)  # not sent to an endpoint that wants none
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)  # not sent to an endpoint without a key
     waits, sleep = [], anyio.sleep
     monkeypatch.setattr(anyio, "sleep", lambda seconds: waits.append(seconds) or sleep(0))
     made = Endpoint(url=server.url + "/v1/", model="m", retries=4)

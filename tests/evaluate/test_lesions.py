@@ -44,7 +44,7 @@ def test_every_damage_is_that_of_the_whole_model(case):
         nll = perplexity(config, restack(config, tree), rows, progress=None)["nll"]
         assert row["damage"] == pytest.approx(nll - whole, abs=2e-6)
         scores = layer_scores("entropy", tree["layers"][row["layer"]]["ffn"], layer=0)
-        # The row set to 0 ranks first of all there; the others keep their order.
+        # The zeroed row has the first rank; the others keep their order.
         own = layer_scores("entropy", unstack(params)["layers"][row["layer"]]["ffn"], layer=0)
         below = (own < own[row["neuron"]]).sum()
         assert row["entropy_rank"] == pytest.approx(below / (len(scores) - 1))

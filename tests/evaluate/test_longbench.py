@@ -167,7 +167,7 @@ def test_long_prompts_lose_their_middle(model, shared_data):
         found = lm._prompt(text, new, middle=True)
         assert found == [*ids[:first], *ids[len(ids) - last :]]
     assert lm._prompt("short", 80, middle=True) == lm.tok_encode("short")
-    # Told by the row.
+    # Given in the row.
     asked, answer = [], Generation("x", [5], "eos")
     lm.generator = lambda prompts, *_, **__: asked.extend(prompts) or [answer] * len(prompts)
     requests = [instance(text, {"max_gen_toks": 80}) for _ in range(2)]

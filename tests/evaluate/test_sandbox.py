@@ -42,7 +42,7 @@ def alive(tag: str) -> Path | None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_fail(mechanism, name):
     program, endings = HOSTILE[name]
-    # Filling 256 MB takes more than a second of a machine that is slow to give pages.
+    # Filling 256 MB takes more than a second on a machine with slow page allocation.
     limits = dataclasses.replace(LIMITS, cpu_seconds=10) if endings == {"memory"} else LIMITS
     start = time.monotonic()
     outcome = run_code(program, allow=True, limits=limits, mechanism=mechanism)
@@ -128,7 +128,7 @@ def test_dies_with_its_parent(mechanism):
     parent = subprocess.Popen([sys.executable, "-c", code, program, mechanism], cwd=PACKAGE.parent)
     try:
         process = wait_for(lambda: alive(tag))
-        if mechanism == "namespaces":  # where memory runs out, it goes first
+        if mechanism == "namespaces":  # it is killed first if memory is short
             assert (process / "oom_score_adj").read_text() == "1000\n"
     finally:
         parent.kill()

@@ -29,7 +29,7 @@ def test_the_published_questions(questions, shared_data):
     assert {len(q.turns) for q in questions[80:]} == {1}
     lacking = {q.category for q in questions[80:] if not q.reference}
     assert lacking == {"qa"}
-    # Of several right answers each has its line.
+    # Each of several right answers has a line.
     rag = next(q for q in questions if q.category == "rag")
     assert rag.reference[0].startswith("a source of lumber\naiding in regulating climate")
     assert not any("['" in text for q in questions for text in q.reference)

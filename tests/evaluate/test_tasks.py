@@ -84,7 +84,7 @@ def test_stock_groups_and_tags(stock, model):
     few, many, plain = found["few"], found["many"], found["plain"]
     assert (few["n"], many["n"], plain["n"], plain["shots"]) == (2, 5, 7, 0)
     assert plain["acc"] == pytest.approx((2 * few["acc"] + 5 * many["acc"]) / 7)
-    # Of a metric that only one of them has, that one's.
+    # For a metric that only one of them has: that value.
     assert "acc_norm" not in few and plain["acc_norm"] == many["acc_norm"]
     assert plain["acc_low"] < plain["acc"] < plain["acc_high"]
     config.tasks = ("both", "mean")
@@ -102,7 +102,7 @@ def test_foreign_code_tasks_are_refused(stock, model, tmp_path):
     refused("coding runs generated programs, without a sandbox", evaluated, config, model)
 
 
-# Of the harness, unmarked: sympy's parse_expr, an eval, reads what the model wrote in a box.
+# Not marked by the harness: sympy's parse_expr (an eval) reads the boxed answer of a model.
 UNREAD = "!function lm_eval.tasks.score.math.utils_math.process_results"
 
 
@@ -250,7 +250,7 @@ def test_a_stopped_evaluation_goes_on(shared_data, model, tmp_path, monkeypatch)
     assert evaluated(out) == whole
     assert json.loads((out / "results.json").read_text())["tasks"] == whole["tasks"]
     assert len(read_rows(out / "samples" / "gsm8k.jsonl")) == 4, "two filters"
-    # Another name that would be the same file's is not taken for it.
+    # Another name that maps to the same file is not confused with it.
     (out / "tasks" / "piqa.json").write_text(json.dumps({"name": "pi/qa", "value": {}}))
     with pytest.raises(KeyboardInterrupt):
         evaluated(out)

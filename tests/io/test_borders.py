@@ -255,13 +255,13 @@ def test_a_chat_stops_where_the_template_ends_a_turn(tmp_path):
     greedy = Generator(model.config, model.params)([asked], Sampling(12))[0].tokens
     model.tokenizer.add_tokens("!", special_tokens=True)
     i, end = new_at(greedy), model.tokenizer.convert_tokens_to_ids("!")
-    table[[greedy[i], end]] = table[[end, greedy[i]]]  # now the model says it
+    table[[greedy[i], end]] = table[[end, greedy[i]]]  # now set in the model
     text = "{% for m in messages %}{{ m.content }}"
     ends = "{% if m.role == 'assistant' %}!{% endif %}{% endfor %}"
     model.tokenizer.chat_template = text + ends
     said = fh.generate(model, "hello", 12, chat=True)
     assert said == model.tokenizer.decode(greedy[:i])
-    # An end that is ordinary text ends nothing, and a template that writes no answer none.
+    # Ordinary text after a turn is no stop, nor is a template without an answer.
     model.tokenizer.chat_template = text + ends.replace("!", "z")
     assert end_of_turn(Encoder(model.tokenizer)) is None
     model.tokenizer.chat_template = text + "{{ raise_exception('no') if messages[1:] }}{% endfor %}"

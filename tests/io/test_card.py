@@ -211,7 +211,7 @@ def test_perplexity_before_and_after(model, text, tmp_path, changes):
     assert told in card
     widths = "2 layers of 24, 2 of 18" if "streaming" in changes else "4 layers of 18"
     assert f"- FFN widths: {widths}\n" in card
-    # What is pushed says nothing of where it was made.
+    # Pushed files do not contain local paths.
     for file in (tmp_path / "model").rglob("*"):
         assert str(tmp_path).encode() not in file.read_bytes(), file
 

@@ -80,7 +80,7 @@ def test_the_last_layers_head_is_transformers_own(family, tmp_path, torch):
     assert all(np.array_equal(ours[path], leaf) for path, leaf in flatten(back.params).items())
     right, left = (rows_of(config, left) for left in (False, True))
     made = predicted_logits(back, right)
-    # Pooled by the mask and never by a place (transformers #35909, #30004).
+    # Pooled by the mask, never by a fixed position (transformers #35909, #30004).
     assert np.allclose(predicted_logits(back, left), made, atol=2e-5)
     for batch in (right,) if config.position_rows else (right, left):  # theirs count places
         ids = torch.tensor(batch["tokens"], dtype=torch.long)

@@ -64,7 +64,7 @@ END = b"\0" * 1024
 GOOD = member("run/results.json")
 XZ = lzma.compress(GOOD + END)
 BAD = {
-    # Some versions of Python go back by so much, for ever.
+    # Some versions of Python seek back by that number, in an endless loop.
     "negative.tar": GOOD + member("run/config.json", size=-512) + END,
     "negative_long_name.tar": member("x", size=-512, type=tarfile.GNUTYPE_LONGNAME) + GOOD + END,
     "negative_pax.tar": member("run/rows.jsonl", **pax(size="-512")) + END,
@@ -271,7 +271,7 @@ def test_and_where_they_are_read_or_written_otherwise(tmp_path):
         where = tmp_path / f"{command}{len(more)}"
         with pytest.raises((CheckpointError, ValueError), match="100000 is infinite in float16"):
             fh.run("surgery", command, where, half | more)
-    # What adapters add to a kernel.
+    # The changes of kernels by adapters.
     half = random_params(LLAMA, dtype=np.float16)
     adapted, _ = fh.lora(dataclasses.replace(load_model(saved), config=LLAMA, params=half), rank=2)
     leaves = flatten(adapted.params)

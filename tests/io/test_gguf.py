@@ -93,7 +93,8 @@ def converted_tree(config, leaves):
     """{name: tensor} of all leaves."""
     tensors = {}
     if config.family == "gpt_neox":
-        # [heads, 3, head_dim, in] of the checkpoint goes to all queries, all keys, all values.
+        # [heads, 3, head_dim, in] of the checkpoint is reordered: all queries, all keys, all
+        # values.
         leaves = dict(leaves)
         for i in range(config.n_layers):
             for leaf, name in (("kernel", "weight"), ("bias", "bias")):
@@ -184,7 +185,7 @@ def test_every_family_is_read_back_exactly(tmp_path, preset, layers, changes):
     assert set(found) == set(leaves)
     for name, leaf in leaves.items():
         if name.endswith("scale") and config.family.startswith("gemma"):
-            # The file holds float32(1 + scale): one rounding is lost there, none here.
+            # The file has float32(1 + scale): it loses one rounding, we lose none.
             leaf = (leaf + np.float32(1)) - np.float32(1)
         np.testing.assert_array_equal(found[name], leaf, err_msg=name)
 

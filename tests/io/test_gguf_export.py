@@ -50,7 +50,7 @@ def test_the_same_tensors_and_the_same_model(tmp_path, preset, layers, changes):
     back, read = read_gguf(path)
     assert back == config
     for name, leaf in found_leaves(read).items():
-        # Gemma's files hold 1 + scale: the last bit of a scale may go.
+        # Gemma's files have 1 + scale: the last bit of a scale may be lost.
         np.testing.assert_allclose(leaf, leaves[name], rtol=0, atol=3e-7 * config.norm_offset)
 
 

@@ -97,13 +97,13 @@ def trained(request, tmp_path_factory):
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         add_dummy_prefix=request.param,
-        # As Gemma has them; Llama 2, the model with the prefix, has none.
+        # Gemma has them; Llama 2, the model with the prefix, has none.
         user_defined_symbols=[] if request.param else ["▁▁", "▁▁▁▁", "\n", "\n\n", "<table>"],
         minloglevel=2,
     )
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString((directory / "m.model").read_bytes())
-    # Ids in another order than scores: it is the scores that must decide.
+    # Ids have another order than scores: the scores must decide.
     special = [p for p in proto.pieces if p.type != 1]
     normal = [p for p in proto.pieces if p.type == 1]
     random.Random(0).shuffle(normal)

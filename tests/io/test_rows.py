@@ -18,7 +18,7 @@ from ffn_heterogeneity.io.rows import FIELDS, MAX_LINE, read_rows, rows_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ARCHIVES = sorted((REPOSITORY / "docs/results/runs").glob("*.tar.xz"))
-# What docs/rows.md lists, "<loss>" and the like standing for any word.
+# The names in docs/rows.md; "<loss>" and similar placeholders match any word.
 NAMES = [
     re.compile(re.sub(r"<\w+>", r"[^/]+(/.+)?", name))
     for cell in re.findall(r"^\| (.+?) \|", (REPOSITORY / "docs/rows.md").read_text(), re.M)

@@ -100,7 +100,7 @@ def damage(directory, how):
         weights = load_file(path)
         weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
         save_file(weights, path, {"format": "pt"})
-    elif how == "again":  # the same weights in another order of writing: nothing is wrong
+    elif how == "again":  # the same weights written in another order are valid
         path = directory / "model.safetensors"
         save_file(load_file(path), path, {"format": "pt"})
     else:

@@ -46,7 +46,7 @@ def test_two_processes_do_not_work_in_one_directory(tmp_path):
             pass
         with working_in(tmp_path / "run", CONFIG, alone=False):
             pass
-        other.kill()  # the lock goes with the process, however it ends
+        other.kill()  # the lock is released at the end of the process
         other.wait()
     try:
         with working_in(tmp_path / "run", CONFIG):

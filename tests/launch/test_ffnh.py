@@ -58,7 +58,7 @@ def test_the_commands_of_the_wheel(wheel, tmp_path):
     code, out, _ = ffnh(wheel, tmp_path)
     assert code == 0 and all(f"\n  {name} " in out for name in SCRIPTS)
     assert "`ffnh configs`" in out
-    reader, writer = os.pipe()  # of a `| head` that has read enough
+    reader, writer = os.pipe()  # from a `| head` that stopped reading
     os.close(reader)
     own = os.environ | {"PYTHONPATH": str(wheel)}
     done = subprocess.run(COMMAND, env=own, stdout=writer, stderr=subprocess.PIPE)

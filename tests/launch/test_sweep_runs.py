@@ -186,7 +186,7 @@ def test_what_a_point_lacks_is_said_before_the_first_runs(spec, tmp_path):
 
 
 def test_one_failing_point_does_not_lose_the_others(spec, files, tmp_path, monkeypatch):
-    # The file goes after the sweep has looked.
+    # The file is deleted after the sweep checked it.
     monkeypatch.setattr(experiment, "examine", lambda *_: None)
     flags = [f"--config={spec}", "--sweep=broken", f"--workdir={tmp_path / 'run'}"]
     done = run_script("sweep", *flags)

@@ -226,7 +226,7 @@ def test_tasks_are_scored_on_the_smaller_model(files, tmp_path, monkeypatch):
     config.limit, config.data_root = 0, "nowhere"
     refused("nowhere: no such directory", in_memory.check_config, config)
     config.tasks = ()
-    in_memory.check_config(config)  # without tasks their keys have no say
+    in_memory.check_config(config)  # without tasks their keys have no effect
 
 
 ALL = "'unpruned', 'all', 'top', 'bottom', 'even' and 1 more"

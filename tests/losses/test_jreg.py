@@ -83,7 +83,7 @@ def test_value_is_the_formula(config, final_norm, positions):
         expected = oracle.jump_rate(psi, len(psi) - back)
         assert float(found[f"jreg/{name}"]) == pytest.approx(expected, abs=2e-3), name
     assert config is LLAMA or found["jreg/zeta_L-1"] > 0.1, "there is something to measure"
-    # Validation says the same of the same rows, in batches; and of a monitor, the other reading.
+    # Validation reports the same for the same rows in batches; a monitor has the other reading.
     other = jreg_term(TermContext("other"), final_norm=not final_norm, positions=positions)
     terms, each = (term, other), lambda: ({k: v[i] for k, v in halves.items()} for i in range(2))
     again = make_evaluator(make_eval_step(forward, terms), None, each, terms=terms)(params)

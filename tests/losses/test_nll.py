@@ -95,7 +95,7 @@ def test_masked_positions_are_not_seen():
     value, gradient = jax.value_and_grad(loss)(hidden, targets)
     assert not np.any(np.asarray(gradient)[~np.asarray(mask)])
     assert np.all(np.any(np.asarray(gradient)[np.asarray(mask)], axis=-1))
-    # Targets outside the vocabulary are fine where they do not count, and loud where they do.
+    # Targets outside the vocabulary are allowed if they are not counted, else NaN.
     assert loss(hidden, jnp.where(mask, targets, -100)) == value
     assert np.isnan(loss(hidden, jnp.where(mask, V + 3, targets)))
     nothing = chunked_nll(hidden, kernel, targets, jnp.zeros((B, T), bool), layout="vd")

@@ -257,7 +257,7 @@ def test_an_adapter_drops_its_own_input_alone(leaves):
     base = x @ leaves["kernel"]
     drawn = jax.vmap(lambda key: linear.apply({"params": tree}, x, rngs={DROP: key}))(keys)
     assert float(jnp.std(drawn, axis=0).min()) > 0
-    # Its mean is what it is without.
+    # Its mean equals the value without dropout.
     error = np.linalg.norm(drawn.mean(0) - plain) / np.linalg.norm(plain - base)
     assert error < 0.15
     thin = dict(tree, lora_b=jnp.zeros_like(tree["lora_b"]))

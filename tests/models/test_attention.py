@@ -31,7 +31,7 @@ OWN = {"vocab_size": 31, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim
 CONFIG = ModelConfig("llama", layers=(LayerConfig(24),) * 2, **OWN)
 
 
-# One compilation a call instead of one an operation.
+# One compilation per call instead of one per operation.
 compute = jax.jit(causal_lm.forward, static_argnums=0)
 
 

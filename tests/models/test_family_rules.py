@@ -116,7 +116,7 @@ def test_llama_gguf_reordering_is_undone(kind):
     heads = {"q": config.n_heads, "k": config.n_kv_heads}[kind]
     weight = np.arange(heads * config.head_dim * config.d_model, dtype=np.float32)
     weight = weight.reshape(heads * config.head_dim, config.d_model)  # torch's [out, in]
-    # llama.cpp's converter: rows of a head go from halves to interleaved pairs.
+    # llama.cpp's converter reorders rows of a head from halves to interleaved pairs.
     written = weight.reshape(heads, 2, config.head_dim // 2, config.d_model)
     written = written.swapaxes(1, 2).reshape(weight.shape)
     assert not np.array_equal(written, weight)

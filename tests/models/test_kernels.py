@@ -74,7 +74,7 @@ def calls_of_cudnn(config, monkeypatch, **options):
     """(mask type, window) of each call of the fused kernel in a gradient lowered for a GPU."""
     from jax._src.cudnn import fused_attention_stablehlo
 
-    # There is no GPU to ask; the program is all that is looked at.
+    # Without a GPU, only the program is checked.
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     options = RunOptions(compute_dtype=jnp.bfloat16, platform="gpu", **options)
     ids = jax.ShapeDtypeStruct((2, T), jnp.int32)
@@ -101,7 +101,7 @@ def test_a_row_of_one_document_is_causal_to_cudnn(monkeypatch):
     assert {kind for kind, _ in alone} == {"CAUSAL"} and {w for _, w in alone} >= {"50"}
     packed = calls_of_cudnn(config, monkeypatch)
     assert packed and {kind for kind, _ in packed} == {"NO_MASK"}
-    # Nothing but the mask hides an encoder's padding.
+    # Only the mask hides an encoder's padding.
     encoder = dataclasses.replace(tiny_of("bert", 2), head_dim=8, max_position=256)
     both_ways = calls_of_cudnn(encoder, monkeypatch, packed=False)
     assert both_ways and {kind for kind, _ in both_ways} == {"NO_MASK"}
@@ -133,10 +133,10 @@ def test_wide_products_round_as_narrow_ones_and_multiply_in_float32():
         np.testing.assert_allclose(np.asarray(got, np.float64), true, rtol=2**-8, atol=1e-2)
     lowered = jax.jit(lambda *a: jax.vjp(wide_product, *a[:2])[1](a[2])).lower(x, w, g).as_text()
     products = re.findall(r"stablehlo.dot_general.*", lowered)
-    assert len(products) == 2  # the value is not asked for
+    assert len(products) == 2  # the value is not needed
     for line in products:
         assert line.count("xbf16>") == 2 and line.rstrip().endswith("xf32>")
-        # The left operand's last axis, after it was turned.
+        # The left operand's last axis, after its transposition.
         assert "contracting_dims = [1] x" in line
 
 
@@ -185,7 +185,7 @@ def test_no_half_precision_is_written_into_a_stack_of_layers_on_a_cpu():
         text = gradient(remat).lower(params).as_text()
         written = re.findall(r"stablehlo.dynamic_update_slice.*-> tensor<3x([\dx]*)x(\w+)>", text)
         assert "bf16" not in {dtype for _, dtype in written}
-        # The block's input at least.
+        # At least the block's input.
         assert (f"2x12x{config.d_model}", "ui16") in [(s.removeprefix("1x"), d) for s, d in written]
         for one, other in zip(jax.tree.leaves(gradient(remat)(params)), exact, strict=True):
             bound = 5e-2 * float(jnp.abs(other).max())

@@ -98,7 +98,7 @@ TINY = {
     "qwen2_tied": ("Qwen2", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"num_hidden_layers": 2, "head_dim": 12, **WINDOWS}),
 }
-# What of SIZES a family does not take.
+# The entries of SIZES that a family does not have.
 NOT_TAKEN = {
     "GPT2": ("num_key_value_heads", "head_dim", "intermediate_size"),
     "GPTNeoX": ("num_key_value_heads", "head_dim"),
@@ -222,7 +222,7 @@ def test_gradients_agree_leaf_by_leaf(torch, tiny):
     for path, reference in theirs.items():
         norm = np.linalg.norm(reference)
         if path.endswith("/k/bias") and config.position_rows:
-            # One number for all logits of a query: rounding alone.
+            # One number for all logits of a query: only rounding.
             assert max(norm, np.linalg.norm(ours[path])) < 1e-6, path
             continue
         assert norm > 0, path
@@ -289,7 +289,7 @@ def test_unequal_widths_padded_for_transformers_or_by_layer(torch, tmp_path, nam
     again_config, again = read_pretrained(tmp_path / "uneven")
     assert again_config == config
     jax.tree.map(np.testing.assert_array_equal, again, params)
-    # transformers knows the widths and builds layers of one width all the same.
+    # transformers reads the widths, but builds layers of one width.
     with pytest.raises((RuntimeError, ValueError)):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "uneven")
 
@@ -368,7 +368,7 @@ def test_a_real_model_agrees(torch, request, name, shared_data, tmp_path):
     bound = 5e-5 * np.abs(reference).max() + 1e-3
     assert np.abs(ours - reference).max() <= bound
     np.testing.assert_array_equal(ours.argmax(-1), reference.argmax(-1))
-    # Weights in the wrong places would agree with themselves: real text must also be likely.
+    # Weights in wrong places would agree in both: real text must also be likely.
     log_p = jax.nn.log_softmax(ours[0, :-1])
     assert -log_p[np.arange(63), tokens[0, 1:]].mean() < 5.0
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / name)

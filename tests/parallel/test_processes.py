@@ -135,7 +135,7 @@ def test_a_mistyped_way_to_join_is_named(how):
     [
         ("", {}, ""),
         ("", {"STEP_NUM_TASKS": "1"}, ""),
-        ("", {"NTASKS": "4"}, ""),  # a batch script's own process is in no step
+        ("", {"NTASKS": "4"}, ""),  # the process of a batch script is in no step
         ("", {"STEP_NUM_TASKS": "4"}, "one of 4 processes and sees only its own 1"),
         ("auto", {"STEP_NUM_TASKS": "4"}, "--distributed=alone says"),
         ("alone", {"STEP_NUM_TASKS": "4"}, ""),  # points of a sweep

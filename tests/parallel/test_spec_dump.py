@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_name("specs.json")
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 OPTIMIZERS = ("adamw", "adafactor")
-# Small leaves that no mesh cuts: vectors, and an encoder's small tables.
+# Small leaves that are not sharded: vectors, and an encoder's small tables.
 WHOLE = "norm/|bias/|embed/(position|token_type)/"
 
 
@@ -70,7 +70,7 @@ def dump_presets() -> dict:
         totals, groups = {}, []
         for name in families.PRESETS:
             config, _ = families.preset(name)
-            # RoBERTa's and GPT-2's vocabularies are odd: meshes that train them do not cut those.
+            # RoBERTa's and GPT-2's vocabularies are odd, so they are not sharded.
             sizes = MESH if config.vocab_size % 2 == 0 else {"data": 4, "fsdp": 2, "tensor": 1}
             described = describe_state(config, OptimizerConfig(optimizer), abstract_mesh(**sizes))
             size = sum(leaf["bytes_per_device"] for leaf in described.values())

@@ -70,9 +70,9 @@ def test_numbers_side_by_side_with_difference_and_ratio(two, tmp_path):
     rows = table(two)
     assert rows["validation/nll"] == ["2.5", "1", "-1.5", "0.4"]
     assert rows["parameters"] == ["1,000", "900", "-100", "0.9"]
-    # What one run alone has is there all the same, and a ratio to 0 is none.
+    # Values of only one run are shown, too; a ratio to 0 is not.
     assert rows["only"] == ["7", "-", "-", "-"] and rows["zero"] == ["0", "2", "+2", "-"]
-    # Values a layer are no rows.
+    # Values per layer are no rows.
     names = ["validation/best/nll", "validation/nll", "tokens_per_second", "parameters"]
     assert list(rows) == [*names, "only", "zero"]
     header, rows = numbers(read_runs([*two, make(tmp_path / "c", results={"only": 14})]))
@@ -268,7 +268,7 @@ def test_from_the_command_line(two, tmp_path):
     error = run_script("report", "--compare", two[0], output).error
     assert "--compare needs two or more" in error and two[0] in error
     assert not (tmp_path / "out").exists()
-    done = run_script("report", two[0], output, two[1])  # --compare: not needed where two are
+    done = run_script("report", two[0], output, two[1])  # --compare is not needed for two runs
     assert done.code == 0 and done.out == (tmp_path / "out" / "compare.md").read_text()
     assert "![compare](compare.png)" in done.out and "tokens_per_second" in done.out
     one = run_script("report", two[0], output)

@@ -31,7 +31,7 @@ ARCHIVES = {
     "docs/studies/own_removal.py": ("own-*",),
     "docs/studies/massive_removal.py": ("rivals-smollm2-*-0.25", "needed-smollm2-*-0.25"),
 }
-# Points that the engine before lost where two curves had one label: a second learning rate of
+# Points that the earlier engine lost if two curves had one label: a second learning rate of
 # lambda, LoRA's schedule next to DoRA's, layers of another number.
 MORE = {("p32", "figure_2"): 120, ("massive_weights", "figure_7"): 60}
 MORE |= {("mlp_fusion", "figure_5"): 3245}

@@ -22,7 +22,7 @@ ROMAN = {1: "I", 2: "II", 4: "IV", 5: "V", 12: "XII", 13: "XIII", 14: "XIV"}
 # Paper -> tables that were typed twice.
 TWICE = {"nucl": (1, 2, 3, 4, 5, 7, 8), "jreg": (1, 2, 3, 4, 7), "p32": (1, 2, 3, 4, 5, 6)}
 TWICE |= {"massive_weights": (1, 4, 7, 8, 9), "mlp_fusion": ROMAN}
-# Tables whose last number (of a place) is a mean of others; rows where the paper slips.
+# Tables whose last number (of a place) is a mean of others; rows with errors in the paper.
 MEANS = [
     ("nucl", "table_4", slice(7), 7, 0.0051, []),
     ("jreg", "table_2", slice(9), 9, 0.0501, ["170M JREG (ours) 0.3", "1B JREG (ours) 1.0"]),

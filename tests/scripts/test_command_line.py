@@ -54,7 +54,7 @@ def test_help_of_a_config_of_ones_own(tmp_path, monkeypatch):
     """The file of docs/howto/your-own.md: comments of its keys are shown together with ours."""
     page = (REPOSITORY / "docs" / "howto" / "your-own.md").read_text()
     (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
-    monkeypatch.setitem(TERMS, "l1", None)  # which the file sets, and is then gone
+    monkeypatch.setitem(TERMS, "l1", None)  # which the file sets, and which is then deleted
     shown = run_script("train", f"--config={tmp_path / 'mine.py'}:some/model", "-h").out
     assert re.search(r"losses\.l1\.weight=0\.1 +of the mean outgoing weight", shown)
     assert "--config.losses.nucl.variant=" in shown

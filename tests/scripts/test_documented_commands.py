@@ -20,7 +20,7 @@ PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md
 PAGES += tuple(f"docs/howto/{name}.md" for name in ("prune", "add-a-loss", "slurm", "report"))
 OWN = "docs/howto/your-own.md"  # run from the wheel, tests/launch/test_console.py
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
-# Settings that are appended to what matches, all that match.
+# Settings that are appended to all commands that match.
 TRAINS = r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion|five))|ffnh train|"
 TRAINS += r"sweep(\.py)? .*(jreg_pre|nucl_fine)"
 SMALL = [
@@ -90,7 +90,7 @@ def after_demo(tmp_path_factory):
     demo.mkdir(parents=True)
     for name in ("train", "heldout"):
         (demo / f"{name}.txt").write_text(TEXT * (50_000 // len(TEXT)))
-    # Rows of MRPC's form and of RTE's, and a table of one's own.
+    # Rows in the forms of MRPC and RTE, and a user's table.
     pair = {"#1 String": "A b.", "#2 String": "A c.", "sentence1": "A b.", "sentence2": "A c."}
     rows = [pair | {"label": i % 2} for i in range(16)]
     for name in ("train", "validation"):
@@ -152,7 +152,7 @@ def test_what_pages_point_to_is_there():
     """Links, and paths in words or commands: in a clean clone git has them as well."""
     rooms = "docs|configs|scripts|tests|ffn_heterogeneity|notebooks"
     for page in [*REPOSITORY.glob("*.md"), *DOCS]:
-        # (Diffs make their files, and are applied: test_adding.py.)
+        # (Files of diffs are made by test_adding.py, which applies them.)
         text = re.sub(r"```diff.*?```", "", page.read_text(), flags=re.S)
         linked = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)
         named = re.findall(rf"(?<![\w./>])(?:{rooms})/[\w./*<>-]*\w", text)

@@ -23,18 +23,18 @@ from ffn_heterogeneity.report.tables import number
 DOCS = REPOSITORY / "docs"
 STATES = {"works on real models", "parity-tested", "works, effect not seen", "built, not run"}
 STATES |= {"not there"}
-# Page -> what it may quote of docs/results, and its archives.
+# Page -> the files of docs/results that it may quote, and its archives.
 SOURCES = {
     "nucl": (
         ("nucl_*", "table_*", "figure_4_*", "own_*"),
         ("lesions-*",),
-    ),  # of no run: what is printed
+    ),  # of no run: printed numbers
     "jreg": (("jreg_*",), ("lesions-*",)),
     "massive_weights": (("massive_*", "macdrop*", "table_4_smollm2*"), ("lesions-*",)),
     "p32": (("p32_mrpc_qwen",), ("p32-*",)),
     "mlp_fusion": ((), ("fusion-*", "ntk-*", "own-recover*", "webnlg-*")),
 }
-# Page -> numbers of its sentences that nothing measured, and what they are.
+# Page -> numbers in its sentences that are not measured, and their meaning.
 SETTINGS = {
     "nucl": {},
     "jreg": {"4,096": "tokens of the vocabulary"},

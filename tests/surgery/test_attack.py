@@ -42,7 +42,7 @@ def test_the_planted_neuron_is_found():
     found = massive_weights(LLAMA, planted(LLAMA))
     assert (found.layer, found.indices[0]) == (1, 5)
     assert found.magnitudes[0] > 20 * found.magnitudes[1]
-    # The second half of the stack is not looked at, unless it is named.
+    # The second half of the stack is not searched, unless it is named.
     late = planted(LLAMA, layer=3, neuron=7)
     assert massive_weights(LLAMA, late).layer < 2
     assert massive_weights(LLAMA, late, layer=3).indices[0] == 7

@@ -84,7 +84,7 @@ def test_who_is_spared_goes_last(params, seen, protect, budget):
         gone = removed(params, seen, "random", ratio=0.5, **more)
         assert all(not spared(layer) & set(own.tolist()) for layer, own in gone.items())
         assert sum(map(len, gone.values())) == 4 * WIDTH // 2
-        # Where the others do not suffice they go as well.
+        # If there are too few others, protected neurons are removed, too.
         most = removed(params, seen, "random", ratio=0.9, **more)
         assert sum(map(len, most.values())) == (84 if budget == "layer" else 86)
     plain = removed(params, seen, "random", ratio=0.5)

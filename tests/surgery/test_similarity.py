@@ -173,7 +173,7 @@ def test_many_duplicates_cost_no_distances(monkeypatch):
     ffn["down"]["kernel"][100:250] = 0
     monkeypatch.setattr(similarity, "Neighbours", None)
     steps = found(ffn, 199)
-    # Those that do nothing first; of the other equal ones the lowest stays.
+    # Neurons without effect come first; of other equal ones the lowest index stays.
     assert sorted(j for _, j in steps) == [*range(100, 250), *range(251, 300)]
     monkeypatch.undo()
     assert found(ffn, 199) == steps

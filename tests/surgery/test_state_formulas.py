@@ -42,7 +42,7 @@ def test_state_ridge_is_its_formula():
     wanted, plain = ((h[:, gone] @ w[gone] - h[:, kept] @ x @ w[gone]) for x in (c, 0 * c))
     residual = np.linalg.norm(wanted) / np.linalg.norm(plain)
     assert report["residual"] == pytest.approx(residual, rel=1e-6) and residual < 0.5
-    # lambda is the best on what was held out, of those tried.
+    # lambda is the best one on held-out rows.
     fitted = h[: len(h) - len(held)]
     errors = {}
     for ridge in states.LAMBDAS:
@@ -98,6 +98,6 @@ def test_a_removed_copy_costs_nothing():
     """Equal neurons with other outgoing weights: the kept one replaces the other, small lambda."""
     rng = np.random.default_rng(0)
     g, w = rng.normal(size=(400, 12)), rng.normal(size=(12, 5))
-    moments = moments_of(g, g @ w)  # the twins that go have these states too
+    moments = moments_of(g, g @ w)  # the removed twins have these states, too
     plain = moments.error(np.zeros_like(w))
     assert moments.error(states.explained(moments, 1e-9)) <= 1e-5 * plain

@@ -37,7 +37,7 @@ from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.surgery.streaming import compress_directory
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-# What transformers writes and we copy.
+# Files that transformers writes and we copy.
 NOT_OURS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -263,7 +263,7 @@ def test_killed_half_way_and_again(tmp_path, model):
     config = config_of("prune", model=str(model))
     compress.run(config, tmp_path / "memory")
     assert_same(workdir / "model", tmp_path / "memory/model")
-    # A model that was there stays whole until the next one is.
+    # An existing model stays complete until the next one is complete.
     before = contents(workdir / "model")
     killed(*flags)
     assert contents(workdir / "model") == before

@@ -99,7 +99,7 @@ def test_a_removal_works_expert_by_expert():
             np.testing.assert_array_equal(leaf, flatten(smaller["layers"][1]["ffn"])[path][expert])
 
 
-# Those that its defaults would not try; a surgery that is not here is tried with them.
+# Settings other than the defaults; surgeries that are not listed are tested with defaults.
 SETTINGS = {
     "lora": {"rank": 2, "alpha": 2.0, "targets": "attention/"},
     "dora": {"rank": 2, "alpha": 2.0, "targets": "ffn/"},

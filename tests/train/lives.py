@@ -54,7 +54,7 @@ class Life:
             time.sleep(0.0003)
 
     def wait_for_saves(self, number):
-        # A save begins with orbax's temporary directory and ends without it: two changes.
+        # A save creates orbax's temporary directory and renames it: two changes.
         self.wait_for(2 * number - 1, lambda: bool(half_saved(self.workdir)))
 
     def wait_for_rows(self, number):
@@ -95,7 +95,7 @@ class Launch(Life):
             seen.update(half_written(self.workdir))
             return len(seen)
 
-        begun()  # what an earlier life left
+        begun()  # files of an earlier process
         self.wait_for(number, begun)
 
     def wait_for_export(self, number):
@@ -112,7 +112,7 @@ class Launch(Life):
         self.wait_for(1, reached)
 
 
-# What an export writes, one after the other.
+# Files of an export, in their order.
 WRITTEN = ("", "model.safetensors", "structure", "structure/model.safetensors", "config.json")
 WRITTEN += ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
@@ -124,7 +124,7 @@ def half_exported(workdir):
 def half_written(workdir, since=0.0):
     """Paths with temporary names at any depth that changed after a time."""
     names = re.compile(r"\.partial|checkpoint-tmp")
-    with contextlib.suppress(FileNotFoundError):  # a directory that has just been moved
+    with contextlib.suppress(FileNotFoundError):  # a directory that was just renamed
         found = [path for path in workdir.rglob("*") if names.search(path.name)]
         return [path for path in found if path.stat().st_mtime >= since]
     return []

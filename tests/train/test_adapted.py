@@ -96,7 +96,7 @@ def test_dora_trains_past_massive_weights(files, lora_run, tmp_path, scope):
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     drawn = [row["train/macdrop"] for row in map(json.loads, lines) if "train/macdrop" in row]
     np.testing.assert_allclose(drawn, [0.6, 0.4, 0.2, 0.0], atol=1e-6)  # 0.8 (1 - t / 4)
-    # Evaluation knows nothing of it: before the first step it is the model as it came.
+    # Evaluation ignores MacDrop: before the first step it is that of the given model.
     first = [one["first"]["validation/nll"] for one in (results, lora_run[1])]
     assert first[0] == pytest.approx(first[1], rel=1e-6)
 
@@ -229,7 +229,7 @@ def test_smollm2_kept(smollm2_gguf, torch, tmp_path):
     params = structured(config, params)
     for path, leaf in (leaves := flatten(params)).items():
         if path.endswith("lora_b"):
-            leaves[path] = 0.05 * leaf  # of the size that a training gives it
+            leaves[path] = 0.05 * leaf  # of the size after training
     params = unflatten(leaves)
     save_pretrained(config, params, tmp_path / "kept", structure="keep")
     save_pretrained(config, params, tmp_path / "folded")
@@ -259,7 +259,7 @@ def test_smollm2_kept(smollm2_gguf, torch, tmp_path):
 
 
 def test_stages_hand_the_structure_on(files, tmp_path):
-    """P stays separate through removal and training; if folded, a stage would train another model."""
+    """P stays separate in removal and training; if folded, a stage would train another model."""
     model = load_model(files[0])
     params, options = structured(LLAMA, model.params), {"tokenizer": model.tokenizer}
     save_pretrained(LLAMA, params, tmp_path / "kept", structure="keep", **options)
@@ -294,7 +294,7 @@ def test_insertion_changes_no_function_and_runs_on_shapes():
     shapes = jax.eval_shape(with_lora, params)
     assert jax.tree.map(lambda x: x.shape, adapted) == jax.tree.map(lambda x: x.shape, shapes)
     for path, leaf in flatten(adapted).items():
-        if path.endswith("lora_a"):  # uniform up to 1 / sqrt(inputs)
+        if path.endswith("lora_a"):  # uniform, at most 1 / sqrt(inputs)
             assert 0.8 < np.abs(leaf).max() * leaf.shape[-2] ** 0.5 <= 1, path
     refused("has lora_a already", with_lora, adapted)
     refused("found in no kernel", insert_lora, _model(params), LORA | {"targets": "mlp"})

@@ -71,9 +71,9 @@ def test_the_best_is_told_by_the_checkpoints_themselves(tmp_path):
     checkpoints = filled(tmp_path, [1, 2, 3], best=(2,), keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]  # and no other file
     assert checkpoints.best_step == Checkpoints(tmp_path).best_step == 2
-    checkpoints.save(3, make_state(3), {}, best=True)  # found out after it was saved
+    checkpoints.save(3, make_state(3), {}, best=True)  # known after it was saved
     assert checkpoints.best_step == 3
-    # A process that dies here evaluates 3 again: the record inside it is the one of its time.
+    # A process that dies here evaluates 3 again: the stored record is older.
     assert Checkpoints(tmp_path).best_step == 2
     checkpoints.save(4, make_state(4), {})
     assert checkpoints.steps() == [3, 4] and Checkpoints(tmp_path).best_step == 3
@@ -202,7 +202,7 @@ def test_a_bucket_is_sealed_before_orbax_marks_it(tmp_path, monkeypatch):
     assert Checkpoints(tmp_path).steps() == [2]
 
 
-# Orbax leaves coroutines behind that were never awaited, and says what it dies of on its threads.
+# Orbax leaves coroutines that are not awaited, and reports errors on its threads.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("background", [False, True])
@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_the_old_checkpoints(tmp_path, monkeypatch, size, bac
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
     assert checkpoints.steps() == [1, 2] and checkpoints.best_step == 1
     assert checkpoints.restore(make_state())[1] == {"data": {"p": 2}}
-    checkpoints.save(3, make_state(3), {"data": {"p": 3}}, best=True)  # there is room again
+    checkpoints.save(3, make_state(3), {"data": {"p": 3}}, best=True)  # there is space again
     assert checkpoints.steps() == [3] and checkpoints.best_step == 3
     checkpoints.close()
 

@@ -36,7 +36,7 @@ from ffn_heterogeneity.tree import flatten
 
 DEPTHS = (12, 26, 46)
 B, T, V, D, M, HEADS, KV_HEADS, HEAD = 2, 64, 256, 64, 128, 4, 2, 16
-FAMILIES = ("llama", "gemma2")  # layers all alike, and local and global in turn
+FAMILIES = ("llama", "gemma2")  # equal layers, and alternating local and global layers
 SLOW_REMATS = [pytest.param(x, marks=pytest.mark.slow) for x in ("full", "attention_output")]
 SLOW_GEMMA2 = ["llama", pytest.param("gemma2", marks=pytest.mark.slow)]
 
@@ -104,7 +104,7 @@ def compiled_steps(family: str) -> tuple[dict[int, float], dict[int, int]]:
     """
     seconds: dict[int, float] = {}
     temporary: dict[int, int] = {}
-    # In turns, so that a busy moment of the machine meets every depth alike.
+    # Interleaved, so that load on the machine affects all depths equally.
     for _ in range(3):
         for depth in DEPTHS:
             lowered = lower_step(family, depth)

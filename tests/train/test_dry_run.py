@@ -154,7 +154,7 @@ def test_a_quantised_base_is_counted_in_weights(tmp_path, capsys):
     held = [one["bytes_per_device"]["frozen parameters"] for one in found.values()]
     into, out_of = 26 * (2 * 2304 * 9216 + 2304 * 4096), 26 * (2304 * 9216 + 2304 * 2048)
     kernels = into + out_of
-    # Half a byte of code a weight, sharded as bf16's two are; scales lie where outputs do.
+    # 1/2 byte of code per weight, sharded as bf16's 2 bytes; scales are sharded as outputs.
     codes, scales = kernels / 2 / 8, into / 64 + out_of / 64 / 8 + 4 * kernels / 64 / 256
     assert held[0] - held[1] == pytest.approx(kernels * 2 / 8 - codes - scales, rel=1e-4)
 

@@ -80,7 +80,7 @@ def test_baseline_and_jreg_from_text(files, tmp_path):
             assert row["validation/jreg/zeta_L-1"] == pytest.approx(100 * sum(rises), abs=1e-4)
             after = row["validation/jreg_after_norm/psi"]
             assert after[:-1] == psi[:-1] and after[-1] != psi[-1], "both readings of the norm"
-        # A weight of 0 is a baseline whose jumps are seen, in training as well.
+        # A weight of 0 is a baseline that reports jumps, in training as well.
         trained = [row for row in rows if "train/loss" in row]
         assert len(trained) == 6
         assert all(row["train/losses.jreg.weight"] == weight for row in trained)

@@ -83,7 +83,7 @@ def broken(trouble, workdir, patch):
                     inner(self, step, row)
             if step == 5 and workdir.exists():
                 workdir.rename(workdir.with_name("away"))
-                (workdir / "checkpoints").mkdir(parents=True)  # what lay under the mount
+                (workdir / "checkpoints").mkdir(parents=True)  # the files under the mount
             inner(self, step, row)
 
         patch.setattr(MetricsWriter, "write", write)
@@ -161,7 +161,7 @@ def test_five_thousand_steps_through_every_trouble(tmp_path):
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(flags, tmp_path, monkeypatch):
     flags = [*flags, "--config.batch_size=16", "--config.data.validation_fraction=0.0"]
-    flags.append("--config.remat=full")  # nothing left to turn but the batch
+    flags.append("--config.remat=full")  # only the batch size can be reduced
     planned = run_script("train", *flags, "--config.dry_run=here", f"--workdir={tmp_path / 'p'}")
     assert "the compiled step needs" in planned.out and "does NOT fit" not in planned.out
     plan = json.loads((tmp_path / "p" / "plan.json").read_text())

@@ -20,7 +20,7 @@ POINTS = OFTEN | {"steps": 24, "seq_len": 32, "data__path": "{folder}/text.txt"}
 POINTS |= {"data__passage_chars": 400, "data__validation_fraction": 0.2}
 CORPUS = {"input": "{folder}/corpus.jsonl", "shard_mb": 0.01, "tokenizer": "{folder}/model"}
 SFT, TEXTS = "configs/macdrop_sft.py:{folder}/model", "configs/nucl_finetune.py:{folder}/model,text"
-# Name -> (script, flags, the most halves of files that a life sees before it is killed).
+# Name -> (script, flags, largest number of temporary files before a kill).
 COMMANDS = {
     "macdrop": ("train", flags_of(f"{SFT},lora,macdrop", **TRAINING), 8),
     "qlora": ("train", flags_of(f"{SFT},lora,nf4", **TRAINING), 8),
@@ -73,7 +73,7 @@ def left(workdir):
 
 def kill(life, kind, chance, most):
     """Kills at its moment; returns whether it was within a save, or None if it was too late."""
-    born = time.time()  # what an earlier life left half-written is none of this one's
+    born = time.time()  # ignores temporary files of an earlier process
     if kind == "start":
         time.sleep(chance.uniform(0, 3))
     elif most:

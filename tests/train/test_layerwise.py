@@ -28,7 +28,7 @@ from ffn_heterogeneity.train.step import values_of
 from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-LAYERS = (1, 2)  # those compressed, of three
+LAYERS = (1, 2)  # the compressed layers, of three
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_rounds_mask_more_and_rewind(files, tmp_path):
         shares.append(kept.mean())
     np.testing.assert_allclose(shares, 0.5 ** (np.arange(1, 3) / 3), atol=1e-3)
     assert all((masks[1][path] <= before).all() for path, before in masks[0].items())
-    # By training, not by the weights that were there.
+    # The masks are those of trained weights, not of the initial ones.
     settings = {"method": "unstructured", "ratio": 1 - 0.5 ** (2 / 3), "layers": "1-2"}
     at_once, _ = SURGERIES["fuse"](fh.load_model(files / "bert"), settings)
     other = leaves_of(at_once)
