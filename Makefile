@@ -15,7 +15,7 @@ TEST := $(VENV)/.test-$(PYVER)$(if $(PARITY),-parity)
 
 .PHONY: help models demo test test-all lint docs clean
 help:
-	@echo "make demo      a real model in, NUCL fine-tuning and entropy pruning out (runs/demo/report.md)"
+	@echo "make demo      neurons removed from a real model, then recovery (runs/demo/report.md)"
 	@echo "make test      the tests, under 15 minutes on 2 cores"
 	@echo "make test-all  with the slow ones"
 	@echo "make lint      ruff, basedpyright"

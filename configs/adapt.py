@@ -23,7 +23,7 @@ def get_config(surgery: str = "lora") -> ConfigDict:
     config = perplexity.get_config()  # model; with a text: before and after, as in prune.py
     config.surgery = surgery  # lora | dora | fold
     if surgery != "fold":
-        config.update(adapters.lora())
+        config.update(adapters.LORA)
         config.seed = 0
     config.export = "auto"  # auto | native; padded folds
     config.dtype = "as_read"  # or float32 | bfloat16 | float16; masks and scales are never cast

@@ -49,6 +49,7 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
     if analysis == "lesions":
         config = perplexity.get_config()  # text, token_ids, window, bos, compute_dtype
         config.update({"analysis": analysis, "max_windows": 2, "compute_dtype": "float32"})
+        del config.document  # one window after the other is no sample of documents
         config.layer = placeholder(int)  # from 0; default: the massive layer
         config.token = placeholder(int)  # instead of bos
         config.others = 300  # neurons of other layers, drawn by the seed
@@ -77,6 +78,7 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
     config.max_documents = 100  # only the first lines of jsonl; 0: all
     config.window = 512  # tokens after bos in a window (longer documents are cut to it)
     config.max_windows = 40  # of text, at most; 0: all
+    config.window_every = 1  # 25: every 25th window, spread over the text
     config.bos = "segment"  # segment: bos first in each (Gemma needs it) | stream | none
     config.batch_size = 4  # windows at once
     config.compute_dtype = "auto"  # float32 | bfloat16; displacements are float32 in any

@@ -45,10 +45,10 @@ def trained(config: ConfigDict):
     """Each model of `config.models` (default: the config's) whole and under top-3 zeroing."""
     paths: list[str] = []
     for pattern in config.models or (config.model,):
-        found = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
-        if not found:
+        matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+        if not matches:
             raise ValueError(f"models={pattern!r} matches nothing")
-        paths += found
+        paths += matches
     rows = [point(_name(path), {"model": path}) for path in dict.fromkeys(paths)]
     return chain(*(product(row, {"attack": ("zero",), "k": (0, 3)}) for row in rows))
 

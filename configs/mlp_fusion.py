@@ -57,8 +57,8 @@ def get_config(argument: str = "sentence-transformers/all-MiniLM-L6-v2,sst2,fusi
     )
     if method == LTH:
         for i in range(1, ROUNDS + 1):
-            own = {"epochs": 1 / ROUNDS, "export": {"weights": "last"}}
-            _stage(config, f"round_{i}", _training(config, task) | own)
+            overrides = {"epochs": 1 / ROUNDS, "export": {"weights": "last"}}
+            _stage(config, f"round_{i}", _training(config, task) | overrides)
             masked = _compression(config, "unstructured") | {"rewind": model}
             # As many of those that are left go in each round.
             masked["ratio"] = 1 - (1 - config.get_ref("ratio")) ** (i / ROUNDS)

@@ -29,7 +29,7 @@ TARGETS = ("ffn_out", "ffn_in_linear", "ffn_in_gated", "attention_out")
 def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict:
     parts = argument.split(",")
     known = (*tasks(), "mixture")
-    place = next((i for i, part in enumerate(parts) if i and part in known), 0)
+    place = next((i for i, word in enumerate(parts) if i and word in known), 0)
     if not place or not parts[0]:
         raise ValueError(
             f"config argument {argument!r}: write <model>,<data>[,<loss>], data of "

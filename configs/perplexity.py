@@ -22,6 +22,9 @@ def get_config() -> ConfigDict:
             "token_ids": "",
             "window": 512,  # predictions in a window
             "max_windows": 0,  # how many windows at most; 0: all
+            "window_every": 1,  # 25: every 25th window, spread over the text
+            # Regular expression of lines that begin a document: intervals then draw documents.
+            "document": "",  # WikiText's articles: "^ = [^=].*[^=] = $"
             # segment: bos first in every window (Gemma needs it) | stream: once | none.
             "bos": "segment",
             "batch_size": 4,  # windows computed at once

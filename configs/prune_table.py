@@ -3,8 +3,9 @@
 Command:   python scripts/sweep.py --config=configs/prune_table.py --sweep=criteria \
              --config.model=<any> --config.text=<wiki.test.raw> --workdir=runs/table4
            --sweep=pairs: every two adjacent layers; --sweep=halves: all, top, bottom, even, odd;
-           --sweep=rivals: rules of a neuron's weights or activations, and 20 seeds of chance, a
-           few neurons spared: --config.calibrations="('<one.txt>', '<other.txt>')"
+           --sweep=rules: rules of a neuron's weights or activations, one random draw:
+           --config.calibrations="('<one.txt>', '<other.txt>')"
+           --sweep=rivals: the same and 20 random draws, also with a few neurons spared
            --sweep=own: rules on text that the model itself writes (or on `calibrations`, where an
            own_text.jsonl saves writing it again), plain and with the compensation
            state_ridge; --sweep=tokens: the hybrid on more and less of it
@@ -45,6 +46,7 @@ def get_config() -> ConfigDict:
 
 
 UNPRUNED = point("unpruned", {"criterion": "none"})
+RANDOM = point("random", {"criterion": "random"})
 LOST = ("", "massive:1", "massive:2", "massive:5", "bos:5", "entropy:0.01")
 PROTECTED = ("", "bos:5", "massive:5", "entropy:0.01", "entropy:0.05", "entropy:0.25")
 
@@ -56,8 +58,8 @@ def pairs(config: ConfigDict):
     return chain(UNPRUNED, *rows)
 
 
-def rivals(config: ConfigDict):
-    """Every rule of one number a neuron, and what protecting a few neurons does for chance."""
+def rules(config: ConfigDict):
+    """Every rule that scores neurons one by one, and one random draw."""
     names = [name for name in CRITERIA if name not in ("random", *ON_TEXT)]
     on_text = [
         point(f"{name}-{os.path.basename(text)}", {"criterion": name, "calibration": text})
@@ -71,11 +73,14 @@ def rivals(config: ConfigDict):
         point("entropy_ridge", {"criterion": "entropy", "compensation": "ridge"}),
         point("magnitude_reversed", {"criterion": "magnitude", "reverse": True}),
         point("similarity", {"criterion": "similarity"}),
-        product(
-            point("random", {"criterion": "random"}),
-            {"seed": tuple(range(20)), "protect": PROTECTED},
-        ),
+        product(RANDOM, {"seed": (0,)}),
     )
+
+
+def rivals(config: ConfigDict):
+    """`rules`, and random draws with a few neurons protected."""
+    protected = product(RANDOM, {"seed": tuple(range(20)), "protect": PROTECTED})
+    return chain(rules(config)[:-1], protected)
 
 
 WAYS = (
@@ -114,13 +119,14 @@ SWEEPS = {
         point("entropy", {"criterion": "entropy"}),
         point("gini", {"criterion": "gini"}),
         point("mstd", {"criterion": "mstd"}),
-        product(point("random", {"criterion": "random"}), {"seed": (0, 1, 2)}),
+        product(RANDOM, {"seed": (0, 1, 2)}),
         point("magnitude", {"criterion": "magnitude"}),
         point("srinivas_babu", {"criterion": "similarity", "compensation": "sum"}),
         point("stahlberg_byrne", {"criterion": "similarity", "compensation": "least_squares"}),
         point("stahlberg_byrne_ridge", {"criterion": "similarity", "compensation": "ridge"}),
         point("lowest_entropy", {"criterion": "entropy", "reverse": True}),
     ),
+    "rules": rules,
     "rivals": rivals,
     "own": own,
     "tokens": tokens,

@@ -13,7 +13,7 @@ project = "ffn_heterogeneity"
 author = "The ffn_heterogeneity authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
-html_title = project
+html_title = "FFN heterogeneity"  # with an underscore it breaks in the middle of a word
 html_show_copyright = False
 
 myst_heading_anchors = 3  # `page.md#a-heading`, down to the third level

@@ -19,8 +19,6 @@ Functions take the model as their first argument:
 shows more. Everything is imported when it is first used.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from typing import Any

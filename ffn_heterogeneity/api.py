@@ -1,7 +1,5 @@
 """The public Python API: functions of `import ffn_heterogeneity as fh`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -119,8 +117,8 @@ def generate(
             ends = [end_of_turn(Encoder(model.tokenizer, "auto"))]
             sampling["eos"] = (*sampling.get("eos", ()), *(end for end in ends if end is not None))
     generator = Generator(model.config, model.params, model.tokenizer, batch_size=batch_size)
-    found = generator(ids, Sampling(max_new_tokens, **sampling), progress=None)
-    answers = [one.text for one in found]
+    continuations = generator(ids, Sampling(max_new_tokens, **sampling), progress=None)
+    answers = [one.text for one in continuations]
     return answers[0] if isinstance(prompts, str) else answers
 
 
@@ -247,8 +245,8 @@ def fit(config: str, workdir: str | os.PathLike, **overrides: Any) -> Made:
       ValueError: as `run`.
     """
     settings = {name.replace("__", "."): value for name, value in overrides.items()}
-    found = run("train", config, workdir, settings)
-    return load_model(epath.Path(workdir).expanduser() / "model"), found
+    run_results = run("train", config, workdir, settings)
+    return load_model(epath.Path(workdir).expanduser() / "model"), run_results
 
 
 def analyze(

@@ -1,7 +1,5 @@
 """Progress bars on stderr."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from typing import Any

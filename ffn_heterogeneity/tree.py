@@ -134,10 +134,10 @@ def unflatten(leaves: dict[str, Any]) -> dict:
     for path, leaf in leaves.items():
         *parents, last = path.split("/")
         node = tree
-        for part in parents:
-            node = node.setdefault(part, {})
+        for name in parents:
+            node = node.setdefault(name, {})
             if not isinstance(node, dict):
-                raise ValueError(f"path {path!r} passes through the leaf at {part!r}")
+                raise ValueError(f"path {path!r} passes through the leaf at {name!r}")
         if last in node:
             raise ValueError(f"path {path!r} is given twice, or is both a leaf and a node")
         node[last] = leaf

@@ -3,8 +3,6 @@
 It also converts mappings of settings to frozen dataclasses, so that a typo is an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib
@@ -107,10 +105,12 @@ def settings_of(kind: type[Kind], given: Any) -> Kind:
     values, fields = dict(given or {}), dataclasses.fields(kind)
     check_known(values, [field.name for field in fields])
     for field in fields:
-        parts, value = str(field.type).split(" | "), values.get(field.name, field.default)
-        wanted = tuple(_TYPES[part] for part in parts if part in _TYPES)
+        # A class, a union of some, or their text where annotations are postponed.
+        kinds = getattr(field.type, "__name__", str(field.type))
+        parts, value = kinds.split(" | "), values.get(field.name, field.default)
+        wanted = tuple(_TYPES[type_name] for type_name in parts if type_name in _TYPES)
         if len(wanted) == len(parts) and not isinstance(value, wanted):
-            raise ValueError(f"{field.name}={value!r}; expected {field.type}")
+            raise ValueError(f"{field.name}={value!r}: {kinds} is expected")
     return kind(**values)
 
 
@@ -136,8 +136,8 @@ def nearest(typed: str, names: Collection[str]) -> str | None:
         for i in range(len(parts)):
             endings.setdefault(".".join(parts[i:]), name)
     typed = typed.lower().replace("-", "_")
-    found = difflib.get_close_matches(typed, endings, n=1, cutoff=LIKE)
-    return endings[found[0]] if found else None
+    matches = difflib.get_close_matches(typed, endings, n=1, cutoff=LIKE)
+    return endings[matches[0]] if matches else None
 
 
 def some(names: Sequence[str], limit: int = 5) -> str:
@@ -153,13 +153,13 @@ def shell_line(command: Sequence[str]) -> str:
 
 def spans(steps: Sequence[int]) -> str:
     """Format ascending numbers as "3 to 5, 8"."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for step in steps:
-        if found and step == found[-1][-1] + 1:
-            found[-1][1:] = [step]
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1][1:] = [step]
         else:
-            found.append([step])
-    return ", ".join(" to ".join(map(str, ends)) for ends in found)
+            runs.append([step])
+    return ", ".join(" to ".join(map(str, ends)) for ends in runs)
 
 
 def first_line(error: BaseException) -> str:

@@ -1,10 +1,10 @@
-"""The tour: a real model in, NUCL fine-tuning and entropy pruning out, on two CPU cores.
+"""The tour: neurons removed from a real model without data, then recovery, on two CPU cores.
 
 Example:
   python scripts/demo.py --workdir=runs/demo      (or: make demo)
 
-Writes <workdir>/report.md, figures and <workdir>/results.json. Finished pieces are kept: a second
-run shows the report at once; --fresh starts over.
+Writes <workdir>/report.md, figures and <workdir>/results.json. Completed pieces are saved: a second
+run prints the report at once; --fresh starts over.
 """
 
 from absl import flags
@@ -16,14 +16,13 @@ from ffn_heterogeneity.launch.huge_pages import restart_with_huge_pages
 WORKDIR = flags.DEFINE_string("workdir", "runs/demo", "Directory for all outputs.")
 MODELS = flags.DEFINE_string("models", None, "Where the model is kept (as of fetch_models).")
 STEPS = flags.DEFINE_integer("steps", 22, "Fine-tuning steps of each run.", lower_bound=2)
-ALPHA = flags.DEFINE_float("alpha", 1000.0, "Weight of NUCL (mstd).")
 FRESH = flags.DEFINE_bool("fresh", False, "Start over.")
 
 
 def main() -> None:
     restart_with_huge_pages()
     workdir = epath.Path(WORKDIR.value)
-    demo.run(workdir, MODELS.value, STEPS.value, ALPHA.value, fresh=FRESH.value)
+    demo.run(workdir, MODELS.value, STEPS.value, fresh=FRESH.value)
 
 
 if __name__ == "__main__":

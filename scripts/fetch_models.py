@@ -4,8 +4,6 @@ Example:
   python scripts/fetch_models.py --only=smollm2
 """
 
-from __future__ import annotations
-
 from absl import flags
 
 from ffn_heterogeneity.io.fetch import SOURCES, fetch_model

@@ -16,8 +16,6 @@ is none (a file of your own: docs/howto/report.md); --benchmarks writes <output>
 what scripts/benchmark.py left.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import time

@@ -158,27 +158,21 @@ def torch():
     return torch
 
 
-@pytest.fixture(scope="session")
-def llama_cpp():
-    """llama.cpp, as another reader of the GGUF files written here."""
-    import llama_cpp
+def _asked_for(name: str, imported: bool = True):
+    """The fixture by which a test asks for one of `REQUIREMENTS`; its module, where it is one."""
 
-    return llama_cpp
+    @pytest.fixture(scope="session", name=name)
+    def wanted():
+        return importlib.import_module(name) if imported else None
 
-
-@pytest.fixture(scope="session")
-def accelerate():
-    """Packages that lm-evaluation-harness's torch model needs in addition to torch."""
-    import accelerate
-
-    return accelerate
+    return wanted
 
 
-@pytest.fixture(scope="session")
-def peft():
-    import peft
-
-    return peft
+accelerate, llama_cpp, lm_eval = map(_asked_for, ("accelerate", "llama_cpp", "lm_eval"))
+peft, wandb = map(_asked_for, ("peft", "wandb"))
+libtpu, root, sandbox, sphinx = (
+    _asked_for(name, imported=False) for name in ("libtpu", "root", "sandbox", "sphinx")
+)
 
 
 @pytest.fixture(scope="session")
@@ -190,43 +184,9 @@ def bitsandbytes(torch):
 
 
 @pytest.fixture(scope="session")
-def lm_eval():
-    import lm_eval
-
-    return lm_eval
-
-
-@pytest.fixture(scope="session")
-def wandb():
-    import wandb
-
-    return wandb
-
-
-@pytest.fixture(scope="session")
-def sphinx() -> None:
-    """Sphinx, from the extra `docs`."""
-
-
-@pytest.fixture(scope="session")
-def libtpu() -> None:
-    """The TPU's compiler."""
-
-
-@pytest.fixture(scope="session")
 def namespaces() -> str:
     """A sandbox by namespaces (evaluate/sandbox/programs.py)."""
     return "namespaces"
-
-
-@pytest.fixture(scope="session")
-def sandbox() -> None:
-    """A sandbox of either kind."""
-
-
-@pytest.fixture(scope="session")
-def root() -> None:
-    """The right to become another user."""
 
 
 def _model(name: str) -> Path:

@@ -4,6 +4,7 @@ python tests/mesh_program.py meshes | encoders | five | generation | nucl | nll 
 """
 
 import dataclasses
+import functools
 import json
 import sys
 import tempfile
@@ -74,11 +75,7 @@ def build(config, shape, optimizer_name="sgd", accumulation=1, dtype=np.float32)
         nucl_term(TermContext("nucl", "alpha", mesh=mesh)),
     )
 
-    def forward(params, batch, *, probes, dropout):
-        return causal_lm.forward(
-            config, params, batch, options=options, probes=probes, dropout=dropout
-        )
-
+    forward = functools.partial(causal_lm.forward, config, options=options)
     step = make_train_step(
         forward, terms, optimizer, trainable, shardings=placed, accumulation=accumulation
     )
@@ -123,11 +120,11 @@ def worst(one: dict, other: dict) -> float:
 
 
 def some_meshes() -> dict:
-    return compare_meshes(("gemma2",), ((2, 2, 2),))
+    return meshes(("gemma2",), ((2, 2, 2),))
 
 
 @jax.enable_x64(True)
-def compare_meshes(names=("gemma2", "gpt2", "llama"), shapes=MESHES) -> dict:
+def meshes(names=("gemma2", "gpt2", "llama"), shapes=MESHES) -> dict:
     """Compares in float64, because float32's rounding is as large as the tolerance."""
     found = {}
     for name in names:
@@ -210,8 +207,8 @@ def moved(compiled) -> list[tuple[str, list[list[int]]]]:
     return [(x.kind, [list(s) for s in x.shapes]) for x in collectives(compiled.as_text())]
 
 
-def nucl_collectives() -> dict:
-    """Bytes moved by NUCL's value and gradient, and by the listing under autodiff."""
+def nucl() -> dict:
+    """What NUCL's value and gradient move, beside the listing under autodiff."""
     layers, m, n, found = 4, 64, 32, {}
     for shape in MESHES:
         mesh = partition.make_mesh(*shape)
@@ -237,7 +234,7 @@ def nucl_collectives() -> dict:
     return found
 
 
-def nll_collectives() -> dict:
+def nll() -> dict:
     """Collectives of the cross-entropy's value and gradients, in eight chunks; V 64, D 32."""
     found = {}
     for shape in ((1, 8, 1), (2, 2, 2)):
@@ -259,7 +256,7 @@ def nll_collectives() -> dict:
     return found
 
 
-def fsdp_gathers() -> list:
+def fsdp() -> list:
     """All-gathers of the train step on (1, 8, 1)."""
     config = dataclasses.replace(LLAMA, vocab_size=64, layers=(LayerConfig(24),) * 6)
     state, step, _, placed = build(config, (1, 8, 1))
@@ -286,15 +283,4 @@ def clusters() -> dict:
 
 if __name__ == "__main__":
     assert jax.device_count() == 8, jax.device_count()
-    chosen = {
-        "five": five,
-        "meshes": compare_meshes,
-        "some_meshes": some_meshes,
-        "encoders": encoders,
-        "clusters": clusters,
-        "generation": generation,
-        "nucl": nucl_collectives,
-        "fsdp": fsdp_gathers,
-        "nll": nll_collectives,
-    }
-    print(json.dumps({name: chosen[name]() for name in sys.argv[1:]}))
+    print(json.dumps({name: globals()[name]() for name in sys.argv[1:]}))

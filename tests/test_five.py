@@ -1,7 +1,6 @@
 """Pieces of all five papers in one training step: any subset, on tiny models."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from tiny_models import (
     stopped_and_resumed,
     tiny_of,
 )
-from tiny_runs import refused
+from tiny_runs import refused, write_halves
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.bench.steps import benchmark_steps
@@ -50,13 +49,7 @@ def files(tmp_path_factory):
 
 def write(root):
     save_tiny_reader(root / "llama", "llama")
-    rng = np.random.default_rng(0)
-    rows = []
-    for i in range(48):
-        letters = list("abcdefghijklm" if i % 2 else "nopqrstuvwxyz")
-        text = "".join(rng.choice(letters, rng.integers(4, 20)))
-        rows.append({"sentence": text, "label": ("low", "high")[i % 2]})
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_halves(root, rows=48)
     return root
 
 

@@ -1,6 +1,7 @@
 """The train step on meshes: lowered at full size for eight abstract devices, run on eight fakes."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -37,11 +38,7 @@ def lower_train_step(config, mesh):
     state = abstract_state(params, optimizer, trainable)
     options = causal_lm.RunOptions(compute_dtype=jnp.bfloat16, remat="full")
 
-    def forward(params, batch, *, probes, dropout):
-        return causal_lm.forward(
-            config, params, batch, options=options, probes=probes, dropout=dropout
-        )
-
+    forward = functools.partial(causal_lm.forward, config, options=options)
     placed = (
         state_shardings(mesh, state, declared(config, params)),
         partition.batch_sharding(mesh),
@@ -71,9 +68,7 @@ def lower_train_step(config, mesh):
 )
 def test_full_size_train_step_lowers_on_eight_abstract_devices(name):
     config, _ = families.preset(name)
-    mesh = jax.sharding.AbstractMesh(
-        (2, 2, 2), partition.MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
+    mesh = partition.abstract_mesh(2, 2, 2)
     text = lower_train_step(config, mesh).as_text()
     assert "num_partitions = 8" in text
 
@@ -193,9 +188,7 @@ def test_adafactor_state_is_cut_as_its_parameter_without_the_reduced_axis():
     trainable = dict.fromkeys(flatten(params), True)
     settings = OptimizerConfig(name="adafactor", min_dim_size_to_factor=8)
     optimizer = make_optimizer(settings, params, trainable)
-    mesh = jax.sharding.AbstractMesh(
-        (2, 2, 2), partition.MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
+    mesh = partition.abstract_mesh(2, 2, 2)
     state = abstract_state(params, optimizer, trainable)
     placed = state_shardings(mesh, state, declared(config, params))
     specs = {
@@ -218,8 +211,6 @@ def test_adafactor_state_is_cut_as_its_parameter_without_the_reduced_axis():
 
 def test_what_cannot_be_cut_is_named():
     params = causal_lm.abstract_params(GEMMA2)  # vocabulary of 29
-    mesh = jax.sharding.AbstractMesh(
-        (1, 1, 8), partition.MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
+    mesh = partition.abstract_mesh(1, 1, 8)
     with pytest.raises(partition.RuleError, match="'embed/embedding'.*29 cannot be cut into 8"):
         partition.shardings(mesh, params, declared(GEMMA2, params))

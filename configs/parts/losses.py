@@ -6,102 +6,44 @@ over the weight is one program. The terms are listed in ffn_heterogeneity/losses
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from ml_collections import ConfigDict
 
-
-def nll() -> ConfigDict:
-    return ConfigDict(
-        {
-            "weight": 1.0,  # of the text loss
-            "reduction": "mean",  # over target tokens, or the "sum" over each document's
-        }
-    )
-
-
-def classification() -> ConfigDict:
-    return ConfigDict(
-        {
-            "weight": 1.0,  # of the labels' cross-entropy
-        }
-    )
-
-
-def regression() -> ConfigDict:
-    return ConfigDict(
-        {
-            "weight": 1.0,  # of the squared error
-        }
-    )
-
-
-def nucl(weight: float = 1.0) -> ConfigDict:
-    return ConfigDict(
-        {
-            "weight": weight,  # the paper's alpha; try powers of ten between 1e-2 and 1e4
-            "variant": "mstd",  # ent | gini | mstd
-            # Table 3: ffn_out, ffn_in_linear, ffn_in_gated, attention_out.
-            "targets": ("ffn_out",),
-            "axis": "neurons",  # of the incoming kernels: neurons | outputs
-        }
-    )
-
-
-def diversity(weight: float = 1.0) -> ConfigDict:
-    return ConfigDict(
-        {
-            "weight": weight,  # neurons of a layer less alike
-        }
-    )
-
-
-def jreg(weight: float = 1.0) -> ConfigDict:
-    return ConfigDict(
-        {
-            "weight": weight,  # lambda; the paper trains with 1. 0: a baseline whose jumps are seen
-            "alpha": 1.0,  # sharpness of softmax(alpha * (1..L)); not the weight
-            "final_norm": False,  # h_L before (False) or after the final norm
-            "positions": "all",  # tokens that count: all, or the last of each document
-        }
-    )
-
-
-def layerwise(weight: float = 1.0) -> ConfigDict:
-    return ConfigDict(
-        {
-            "weight": weight,  # of the distance to the teacher's states (config.teacher)
-            # block: the residual stream behind it | ffn: what its FFN returns | gradient: of the
-            # task's loss, with respect to that.
-            "states": "block",
-            "sum_hidden": False,  # over the hidden dimension; else its mean
-        }
-    )
-
-
-def size(weight: float = 1.0) -> ConfigDict:
-    return ConfigDict(
-        {
-            "weight": weight,  # of the Lagrangian, whose multipliers are learnt
-            "target": 0.25,  # share of the factors' parameters that gates keep (config.gates)
-        }
-    )
-
-
-def score_norm(weight: float = 1e-6) -> ConfigDict:
-    # Lambda of ||scores||^2 (config.scores); the default is ours.
-    return ConfigDict({"weight": weight})
-
-
 LOSSES = {
-    "nll": nll,
-    "classification": classification,
-    "regression": regression,
-    "nucl": nucl,
-    "diversity": diversity,
-    "jreg": jreg,
-    "layerwise": layerwise,
-    "size": size,
-    "score_norm": score_norm,
+    "nll": {
+        "weight": 1.0,  # of the text loss
+        "reduction": "mean",  # over target tokens, or the "sum" over each document's
+    },
+    "classification": {"weight": 1.0},  # of the labels' cross-entropy
+    "regression": {"weight": 1.0},  # of the squared error
+    "nucl": {
+        "weight": 1.0,  # the paper's alpha; try powers of ten between 1e-2 and 1e4
+        "variant": "mstd",  # ent | gini | mstd
+        # Table 3: ffn_out, ffn_in_linear, ffn_in_gated, attention_out.
+        "targets": ("ffn_out",),
+        "axis": "neurons",  # of the incoming kernels: neurons | outputs
+    },
+    "diversity": {"weight": 1.0},  # neurons of a layer less alike
+    "jreg": {
+        "weight": 1.0,  # lambda; the paper trains with 1. 0: a baseline whose jumps are seen
+        "alpha": 1.0,  # sharpness of softmax(alpha * (1..L)); not the weight
+        "final_norm": False,  # h_L before (False) or after the final norm
+        "positions": "all",  # tokens that count: all, or the last of each document
+    },
+    "layerwise": {
+        "weight": 1.0,  # of the distance to the teacher's states (config.teacher)
+        # block: the residual stream behind it | ffn: what its FFN returns | gradient: of the
+        # task's loss, with respect to that.
+        "states": "block",
+        "sum_hidden": False,  # over the hidden dimension; else its mean
+    },
+    "size": {
+        "weight": 1.0,  # of the Lagrangian, whose multipliers are learnt
+        "target": 0.25,  # share of the factors' parameters that gates keep (config.gates)
+    },
+    # Lambda of ||scores||^2 (config.scores); the default is ours.
+    "score_norm": {"weight": 1e-6},
 }
 
 
@@ -116,18 +58,16 @@ def add(config: ConfigDict, names: Sequence[str]) -> None:
             raise ValueError(
                 f"loss {name!r}: add one of {', '.join(set(LOSSES) - set(config.losses))}"
             )
-        config.losses[name] = LOSSES[name]()
+        config.losses[name] = LOSSES[name]
         config.losses[name].get_ref("weight")  # a separate reference: the command line may set None
 
 
-def entropy(config: ConfigDict) -> ConfigDict:
+def entropy(config: ConfigDict) -> dict[str, Any]:
     """A monitor: the entropy of the connections that `config.losses.nucl` acts on."""
     nucl = config.losses.get("nucl")
     targets = nucl.get_ref("targets") if nucl else ("ffn_out",)
-    return ConfigDict(
-        {
-            "term": "nucl",  # which term it is, where the group's name does not say it
-            "variant": "ent",  # ent | gini | mstd
-            "targets": targets,  # those of losses.nucl
-        }
-    )
+    return {
+        "term": "nucl",  # which term it is, where the group's name does not say it
+        "variant": "ent",  # ent | gini | mstd
+        "targets": targets,  # those of losses.nucl
+    }

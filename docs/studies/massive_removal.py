@@ -102,33 +102,36 @@ def of_advantage(rows: Frame, base: str, goal: str, every: Frame, index: list[st
     return than(rows, base, every, index, of_way)
 
 
-def removal(runs: Frame) -> Frame:
-    every = removals(runs)
-    rows = every[every.lose.isna() | (every.lose == "")]
-    columns = {"NLL": "nll", "Δ vs unpruned": harm(rows, every, LABELS)}
-    columns["Δ vs entropy"] = than(rows, "Entropy-based", every, LABELS, c.paired_units)
-    columns["Δ vs chance"] = than(rows, "Random", every, LABELS)
+def removal(removals: Frame) -> Frame:
+    rows = removals[removals.lose.isna() | (removals.lose == "")]
+    columns = {"NLL": "nll", "Δ vs unpruned": harm(rows, removals, LABELS)}
+    columns["Δ vs entropy"] = than(rows, "Entropy-based", removals, LABELS, c.paired_units)
+    columns["Δ vs chance"] = than(rows, "Random", removals, LABELS)
     return c.table(rows, LABELS, columns)
 
 
-def needed(runs: Frame) -> Frame:
-    every, index = removals(runs), ["model", "share of neurons", "lost", "place"]
-    plain = every.method.str.startswith("Entropy-based") & (every.protect == "")
-    rows = every[plain & ~every.reverse.astype(bool) & (every.calibration == "")]
+def needed(removals: Frame) -> Frame:
+    index = ["model", "share of neurons", "lost", "place"]
+    plain = removals.method.str.startswith("Entropy-based") & (removals.protect == "")
+    rows = removals[plain & ~removals.reverse.astype(bool) & (removals.calibration == "")]
     rows = rows.assign(lost=rows.lose.replace("", "none"))
     fixed = rows[~rows.lost.str.startswith("random:")]
     columns = {"NLL": "nll"}
-    columns["Δ vs entropy"] = than(rows, "Entropy-based", every, index, c.paired_units)
-    columns["of entropy's advantage"] = of_advantage(fixed, "Entropy-based", "Random", every, index)
+    columns["Δ vs entropy"] = than(rows, "Entropy-based", removals, index, c.paired_units)
+    columns["of entropy's advantage"] = of_advantage(
+        fixed, "Entropy-based", "Random", removals, index
+    )
     return c.table(rows, index, columns)
 
 
-def explained(runs: Frame) -> Frame:
-    every, index = removals(runs), ["model", "share of neurons", "spared", "place"]
-    rows = every[(every.criterion == "random") & (every.compensation == "none")]
+def explained(removals: Frame) -> Frame:
+    index = ["model", "share of neurons", "spared", "place"]
+    rows = removals[(removals.criterion == "random") & (removals.compensation == "none")]
     rows = rows.assign(spared=rows.protect.replace("", "nobody"))
-    columns = {"NLL": "nll", "Δ vs chance": than(rows, "Random", every, index)}
-    columns["of entropy's advantage"] = of_advantage(rows, "Random", "Entropy-based", every, index)
+    columns = {"NLL": "nll", "Δ vs chance": than(rows, "Random", removals, index)}
+    columns["of entropy's advantage"] = of_advantage(
+        rows, "Random", "Entropy-based", removals, index
+    )
     return c.table(rows, index, columns)
 
 
@@ -139,24 +142,21 @@ def by_ratio(rows: Frame, every: Frame, line: Any) -> Frame:
     return made.assign(y=made.y.map(middle)).sort_values(["panel", "line", "x"])
 
 
-def removal_by_ratio(runs: Frame) -> Frame:
-    every = removals(runs)
-    plain = (every.compensation == "none") & (every.lose == "") & (every.protect == "")
-    rows = every[plain & every.criterion.isin(SHOWN) & ~every.reverse.astype(bool)]
-    return by_ratio(rows, every, rows.method)
+def removal_by_ratio(removals: Frame) -> Frame:
+    plain = (removals.compensation == "none") & (removals.lose == "") & (removals.protect == "")
+    rows = removals[plain & removals.criterion.isin(SHOWN) & ~removals.reverse.astype(bool)]
+    return by_ratio(rows, removals, rows.method)
 
 
-def needed_by_ratio(runs: Frame) -> Frame:
-    every = removals(runs)
+def needed_by_ratio(removals: Frame) -> Frame:
     names = {f"Entropy-based, {lose} lost": f"entropy, {who} lost" for lose, who in LOST.items()}
     names |= {"Entropy-based": "entropy", "Random": "chance"}
-    rows = every[every.method.isin(list(names))]
-    return by_ratio(rows, every, rows.method.map(names))
+    rows = removals[removals.method.isin(list(names))]
+    return by_ratio(rows, removals, rows.method.map(names))
 
 
-def by_entropy(runs: Frame) -> Frame:
-    every = removals(runs)
-    rows = of(every, "Entropy-based")
+def by_entropy(removals: Frame) -> Frame:
+    rows = of(removals, "Entropy-based")
     place = rows.model + ", " + rows["share of neurons"]
     rows = rows.assign(part="entropy", run_on=place)
-    return c.judged(than(rows, "Random, bos:5 spared", every, ["run_on", "part"]), -1)
+    return c.judged(than(rows, "Random, bos:5 spared", removals, ["run_on", "part"]), -1)

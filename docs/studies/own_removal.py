@@ -26,14 +26,10 @@ def removals(runs: Frame) -> Frame:
     return rows.assign(
         share=c.label(rows, "{:g}".format, "ratio").where(rows.criterion != "none", "-"),
         rule=rows.criterion,
-        read=rows.calibration.fillna("").map(nucl.corpus).replace("", "-"),
+        text=rows.calibration.fillna("").map(nucl.corpus).replace("", "-"),
         tokens=c.label(rows, "{:g}".format, "calibration_tokens").fillna("-"),
-        made_good=(rows.compensation + order).fillna("-"),
+        compensation=(rows.compensation + order).fillna("-"),
     )
-
-
-def labelled(rows: Frame) -> Frame:
-    return rows.assign(text=rows.read, compensation=rows.made_good)
 
 
 def mean_over_layers(rows: Frame, what: str, index: list[str]) -> Any:
@@ -45,26 +41,23 @@ def mean_over_layers(rows: Frame, what: str, index: list[str]) -> Any:
 
 def minus(rows: Frame, base: Frame, index: list[str], on: list[str]) -> Any:
     """Against another removal, paired over windows or questions."""
-    free = (*nucl.REMOVAL, *nucl.SIZE, "method", "removed", "limit", "read", "made_good")
+    free = (*nucl.REMOVAL, *nucl.SIZE, "method", "removed", "limit", "rule", "share")
     return c.against(rows, base, index, on, free, c.paired_units)
 
 
-def own(runs: Frame) -> Frame:
-    every = removals(runs)
-    losses, columns = every[every.what == "nll"], {"NLL": "nll"}
+def own(removals: Frame) -> Frame:
+    losses, columns = removals[removals.what == "nll"], {"NLL": "nll"}
     base = losses[losses.method == "Pre-trained baseline"]
-    columns["Δ vs unpruned"] = minus(labelled(losses), labelled(base), LABELS, ["model", "place"])
-    base = losses[losses.method == "Entropy-based"]
-    on = ["model", "share", "place"]
-    columns["Δ vs entropy"] = minus(labelled(losses), labelled(base), LABELS, on)
-    every = labelled(every)
-    columns["left"] = mean_over_layers(every, "compensated/held_residual", LABELS)
-    return c.table(every, LABELS, columns)
+    columns["Δ vs unpruned"] = minus(losses, base, LABELS, ["model", "place"])
+    base, on = losses[losses.method == "Entropy-based"], ["model", "share", "place"]
+    columns["Δ vs entropy"] = minus(losses, base, LABELS, on)
+    columns["left"] = mean_over_layers(removals, "compensated/held_residual", LABELS)
+    return c.table(removals, LABELS, columns)
 
 
-def tasks(runs: Frame) -> Frame:
+def tasks(removals: Frame) -> Frame:
     """Accuracies in percent, and question by question against removal by entropy."""
-    every = c.accuracies(labelled(removals(runs)), TASKS)
+    every = c.accuracies(removals, TASKS)
     columns = {}
     for task in TASKS:
         its = every[every.column == task]
@@ -87,14 +80,13 @@ def clusters(runs: Frame) -> Frame:
     )
 
 
-def merged(runs: Frame) -> Frame:
+def merged(clusters: Frame) -> Frame:
     """Neurons clustered, each cluster's sums kept; what the centroids can say besides."""
-    rows = clusters(runs)
-    losses, columns, free = rows[rows.what == "nll"], {"NLL": "nll"}, HOW
+    losses, columns, free = clusters[clusters.what == "nll"], {"NLL": "nll"}, HOW
     base = losses[losses.neurons == "none"]
     columns["Δ vs unpruned"] = c.against(losses, base, MERGED, ["model"], free, c.paired_units)
     base = losses[(losses.neurons == "merged") & (losses.compensation == "none")]
     on = ["model", "share"]
     columns["Δ vs merged"] = c.against(losses, base, MERGED, on, free, c.paired_units)
-    columns["left"] = mean_over_layers(rows, "compensated/held_residual", MERGED)
-    return c.table(rows, MERGED, columns)
+    columns["left"] = mean_over_layers(clusters, "compensated/held_residual", MERGED)
+    return c.table(clusters, MERGED, columns)

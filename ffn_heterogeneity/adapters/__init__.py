@@ -6,8 +6,6 @@ once (`leaf.Leaf`: its axes, and whether it trains); sharding, removal of neuron
 trainability follow from the declaration (models/leaves.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator
@@ -127,8 +125,8 @@ FFN_LEAVES: dict[str, Leaf] = {"neuron_scale": data("neurons")}
 
 def neuron_factor(ffn: Mapping[str, Any]) -> jax.Array | None:
     """Product of all factors among a block's leaves, [..., m]; None if there are none."""
-    own = [ffn[name] for name in FFN_LEAVES if ffn.get(name) is not None]
-    return functools.reduce(operator.mul, own) if own else None
+    factors = [ffn[name] for name in FFN_LEAVES if ffn.get(name) is not None]
+    return functools.reduce(operator.mul, factors) if factors else None
 
 
 # name -> settings -> function(params, step, key, hyper, train) -> params: applied to the whole tree
@@ -170,7 +168,7 @@ def adapters_of(leaves: Mapping[str, Any]) -> list[Adapter]:
     Raises:
       ValueError: an adapter has only some of its leaves, or no kernel.
     """
-    found = []
+    adapters = []
     for adapter in ADAPTERS.values():
         present = [name for name in adapter.leaves if name in leaves]
         if present and len(present) < len(adapter.leaves):
@@ -181,5 +179,5 @@ def adapters_of(leaves: Mapping[str, Any]) -> list[Adapter]:
                 f"adapter {adapter.name!r} needs kernel= or base=, which losses on "
                 "weights, surgery and export read (adapters/__init__.py)"
             )
-        found += [adapter] if present else []
-    return found
+        adapters += [adapter] if present else []
+    return adapters

@@ -8,8 +8,6 @@ code, the norm has no gradient. It is computed without K':
     ||K'_j||^2 = ||K_j||^2 + 2 s <(K^T A)_j, B_j> + s^2 B_j^T (A^T A) B_j
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -12,8 +12,6 @@ The two multipliers of `losses.sparsity_terms.size_term` are also leaves here: e
 pair, and the paper's multipliers are the means over all kernels.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -68,8 +66,8 @@ def refresh(settings: Mapping[str, Any]) -> Callable[..., dict]:
 
     def function(params: dict, step, key, hyper, train: bool) -> dict:
         for path, leaves in nodes(params, lambda node: DRAW in node) if train else ():
-            own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            u = jax.random.uniform(own, leaves[DRAW].shape, minval=EDGE, maxval=1 - EDGE)
+            subkey = jax.random.fold_in(key, zlib.crc32(path.encode()))
+            u = jax.random.uniform(subkey, leaves[DRAW].shape, minval=EDGE, maxval=1 - EDGE)
             params = replaced(params, path, {**leaves, DRAW: u})
         return params
 

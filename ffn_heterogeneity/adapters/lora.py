@@ -4,8 +4,6 @@ A [in, r] and B [r, out] train; the scale s = alpha / r is a leaf [1]. Initially
 1/sqrt(in)) and B = 0, so that an adapter changes nothing.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Low-rank kernels: the product of two trained factors, K = A B, not materialized in a step."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

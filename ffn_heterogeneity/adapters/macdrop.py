@@ -8,8 +8,6 @@ it restores the norms of masked columns: MacDrop has less effect there (docs/rep
 no effect in evaluation and export.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import zlib
@@ -106,8 +104,8 @@ def refresh(settings: Mapping[str, Any]) -> Callable[..., dict]:
             if train:
                 # gate and up of a block share their mask: the key is the block's.
                 block = f"/{path.rpartition('/')[0]}"
-                own = jax.random.fold_in(key, zlib.crc32(block.encode()))
-                keep = jax.random.bernoulli(own, 1 - hyper["macdrop"], leaves[KEEP].shape)
+                subkey = jax.random.fold_in(key, zlib.crc32(block.encode()))
+                keep = jax.random.bernoulli(subkey, 1 - hyper["macdrop"], leaves[KEEP].shape)
                 leaves = {**leaves, KEEP: keep.astype(leaves[KEEP].dtype)}
             else:
                 leaves = {name: leaf for name, leaf in leaves.items() if name not in (ROWS, KEEP)}

@@ -6,8 +6,6 @@ after each step; here scores are not clipped, but a gradient that would move a s
 [0, 1] is 0.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 
@@ -18,8 +16,8 @@ def apply_mask(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
     Zeros are selected, not multiplied, so that a masked non-finite weight is removed.
     """
     mask = leaves["mask"]
-    kept = kernel * mask.astype(kernel.dtype)
-    return jnp.where(mask == 0, jnp.zeros((), kernel.dtype), kept)
+    masked = kernel * mask.astype(kernel.dtype)
+    return jnp.where(mask == 0, jnp.zeros((), kernel.dtype), masked)
 
 
 def apply_score(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:

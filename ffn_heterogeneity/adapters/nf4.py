@@ -11,8 +11,6 @@ same if `in` is a multiple of 64, and other kernels are rejected [ours].
     nf4_mean    float32 [1]
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Benchmarks of losses and models: each builds its programs, and `timing` interleaves them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Mapping
@@ -165,12 +163,12 @@ def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
     rows, key = (config["batch"], config["seq_len"]), jax.random.key(0)
     shape, head = preset(config.model)[0], HeadConfig.of("classification", vars(Classification()))
     shape, params = with_head(shape, causal_lm.init(shape, key), head, key)
-    whole = Model(shape, jax.tree.map(np.asarray, params), None, config.model)
-    models = {"whole": whole, "LoRA": SURGERIES["lora"](whole, FFN_LORA)[0]}
+    uncompressed = Model(shape, jax.tree.map(np.asarray, params), None, config.model)
+    models = {"whole": uncompressed, "LoRA": SURGERIES["lora"](uncompressed, FFN_LORA)[0]}
     layers = f"{shape.n_layers // 3}-{shape.n_layers - 1}"
     for method in METHODS:
         settings = {"method": method, "ratio": 0.75, "layers": layers}
-        models[method] = SURGERIES["fuse"](whole, settings)[0]
+        models[method] = SURGERIES["fuse"](uncompressed, settings)[0]
     rng, programs = np.random.default_rng(0), {}
     batch = {
         "tokens": rng.integers(0, shape.vocab_size, rows, np.int32),
@@ -187,10 +185,10 @@ def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
         programs[f"{method}, forward"] = compiled(predict, [], placed, batch)
     pairs = [(one, f"whole, {one.split(', ')[1]}") for one in list(programs)[2:]]
     title = f"{config.model}, {rows[0]} x {rows[1]} tokens; float32"
-    found = timing.compare(title, programs, config.repetitions, timing.ratios_of(pairs))
-    for name, row in found["programs"].items():
+    timings = timing.compare(title, programs, config.repetitions, timing.ratios_of(pairs))
+    for name, row in timings["programs"].items():
         row["gflop"] = programs[name][0].cost_analysis()["flops"] / 1e9
-    return found
+    return timings
 
 
 def _predict(model: ModelConfig, params: dict, batch: dict, **given: Any) -> dict:
@@ -269,13 +267,13 @@ class Ours:
 
     def call(self, name: str, dtype: str, rows: np.ndarray) -> Callable[[], Any]:
         """The call, which compiles the first time."""
-        own, config, kind = (self.model, self.params), self.config, jnp.dtype(dtype)
+        model_args, config, kind = (self.model, self.params), self.config, jnp.dtype(dtype)
         options = RunOptions(remat=config.remat, unroll=config.unroll, compute_dtype=kind)
         if name == "perplexity":
             more = {"batch_size": config.batch, "options": options, "progress": None}
-            return functools.partial(perplexity, *own, rows, **more)
+            return functools.partial(perplexity, *model_args, rows, **more)
         if name.startswith("generate"):
-            generator = Generator(*own, options=options, batch_size=len(rows))
+            generator = Generator(*model_args, options=options, batch_size=len(rows))
             greedy = Sampling(max_new_tokens=NEW, eos=())
             return functools.partial(generator, list(rows), greedy, progress=None)
         forward = functools.partial(causal_lm.forward, self.model, options=options)
@@ -283,7 +281,7 @@ class Ours:
         if name == "forward":
             return functools.partial(_logits, self.model, options, self.params, batch["tokens"])
         batch["loss_mask"] = np.ones(batch["tokens"].shape, bool)
-        (terms, surgeries, _base), model = STEPS[name], Model(*own, None, "")
+        (terms, surgeries, _base), model = STEPS[name], Model(*model_args, None, "")
         for surgery, settings in surgeries.items():
             model = SURGERIES[surgery](model, settings)[0]
         drops = make_refresh({"macdrop": {}} if "macdrop" in surgeries else {})

@@ -1,7 +1,5 @@
 """The page of saved benchmark results: one section per question, one row per run."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -58,8 +56,8 @@ def _answers(path: epath.Path) -> list[tuple]:
     cells = [(row[0], row[-1]) for one in tables for row in one["rows"] if row[-1] != UNKNOWN]
     for question, (reading, labels, pattern) in results["questions"].items():
         # A label's part in parentheses depends on the machine: one column for all machines.
-        found = [(re.fullmatch(labels, name.partition(" (")[0]), cell) for name, cell in cells]
-        ratios = {match[1]: cell for match, cell in found if match}
+        matches = [(re.fullmatch(labels, name.partition(" (")[0]), cell) for name, cell in cells]
+        ratios = {match[1]: cell for match, cell in matches if match}
         if ratios:
             size = ", ".join(re.findall(pattern, tables[0]["title"]))
             answers.append(((question, reading), machine, size, ratios))

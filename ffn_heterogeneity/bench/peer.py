@@ -1,7 +1,5 @@
 """The calls of `cases.time_model` with PyTorch's `transformers`, same weights (extra `parity`)."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -103,7 +101,7 @@ class Torch:
         return loss.item()
 
     def _perplexity(self, rows):
-        losses = [self._loss(part).item() for part in rows.split(self.batch)]
+        losses = [self._loss(batch).item() for batch in rows.split(self.batch)]
         return np.exp(np.mean(losses))
 
     def _generate(self, model, rows):

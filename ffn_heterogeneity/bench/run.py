@@ -1,7 +1,5 @@
 """`scripts/benchmark.py`: benchmarks by name, and the questions that they answer."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Training steps of configs, interleaved: the cost of a piece, tokens per second and MFU."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re
@@ -15,7 +13,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.bench import timing
-from ffn_heterogeneity.bench.timing import Questions
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
@@ -28,14 +25,6 @@ from ffn_heterogeneity.train.settings import TrainConfig, read
 from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import TrainState, create_state, split_params
 from ffn_heterogeneity.wording import naming
-
-QUESTIONS: Questions = {
-    "What do pieces of a training step cost?": (
-        "Times of a whole step / that of the last config, on one model",
-        r"(.* / .*)",
-        r"^[^;]+",
-    )
-}
 
 
 def benchmark_steps(config: ConfigDict, load: Callable[[str], ConfigDict]) -> dict:
@@ -69,42 +58,46 @@ def benchmark_steps(config: ConfigDict, load: Callable[[str], ConfigDict]) -> di
     for spec in specs:
         name = re.sub(r"[^:,\s=]*/", "", spec)  # without directories
         late = 0 < within < time.time() - start
-        step, own = _step(_settings(config, spec, load), states) if not late else (None, {})
+        step, details = _step(_settings(config, spec, load), states) if not late else (None, {})
         if step is None:
-            left_out[name] = own or f"not compiled within compile_limit={within:g} s"
+            left_out[name] = details or f"not compiled within compile_limit={within:g} s"
             continue
-        programs[name], facts[name] = step, own
-        print(f"{name}: compiled in {own['compile_seconds']:.1f} s", file=sys.stderr, flush=True)
+        programs[name], facts[name] = step, details
+        print(
+            f"{name}: compiled in {details['compile_seconds']:.1f} s", file=sys.stderr, flush=True
+        )
     if len(programs) < 2:
         raise ValueError(f"fewer than two steps to compare; left out: {left_out}")
     *others, base = programs
     title = f"{base}, {config['batch']} x {config['seq_len']} tokens; {dtype}"
     ratios = timing.ratios_of([(name, base) for name in others])
-    found = timing.compare(title, programs, int(config["repetitions"]), ratios)
+    timings = timing.compare(title, programs, int(config["repetitions"]), ratios)
     rows = [(name, why, UNKNOWN) for name, why in left_out.items()]
-    for name, row in found["programs"].items():
+    for name, row in timings["programs"].items():
         each = 1e3 / row["median_ms"]
         speed = facts[name]["tokens"] * each
         mfu = 1e9 * facts[name]["gflop"] * each / rates["peak_flops"]
         row |= facts[name] | {"tokens_per_second": speed, "mfu": mfu}
         rows.append((name, f"{speed:,.0f}", f"{mfu:.1%}"))
     of = "MFU, of {peak_flops:.3g} FLOP/s (a product: {product_flops:.3g})".format(**rates)
-    found["tables"].append(timing.table("speed", ("program", "tokens per second", of), rows))
-    return found | {"machine": timing.machine() | rates, "left_out": left_out}
+    timings["tables"].append(timing.table("speed", ("program", "tokens per second", of), rows))
+    return timings | {"machine": timing.machine() | rates, "left_out": left_out}
 
 
 def _settings(config: ConfigDict, spec: str, load: Callable[[str], ConfigDict]) -> TrainConfig:
     """The experiment of one entry of `config.configs`."""
     file, *changes = re.split(r"\s+(?=[\w.]+=)", spec.strip())
-    own, length = load(file).lock(), int(config["seq_len"])
-    own.batch_size, own.compute_dtype = int(config["batch"]), config["compute_dtype"]
-    own.update({"lengths": (length,), "together": 1} if "lengths" in own else {"seq_len": length})
+    entry, length = load(file).lock(), int(config["seq_len"])
+    entry.batch_size, entry.compute_dtype = int(config["batch"]), config["compute_dtype"]
+    entry.update(
+        {"lengths": (length,), "together": 1} if "lengths" in entry else {"seq_len": length}
+    )
     for key, value in (one.split("=", 1) for one in changes):
         with contextlib.suppress(ValueError, SyntaxError):  # a word is itself
             value = ast.literal_eval(value)
         with naming(f"configs: {spec!r}", (KeyError, TypeError)):
-            own.update_from_flattened_dict({key: value})
-    return read(own)
+            entry.update_from_flattened_dict({key: value})
+    return read(entry)
 
 
 def _step(config: TrainConfig, states: dict[str, list[TrainState]]) -> tuple:

@@ -1,7 +1,5 @@
 """Streaming surgery compared with a plain copy of the directory: time, and peak memory."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ All programs of a comparison run in the same process and are interleaved in roun
 machine slows down all of them.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import platform
@@ -50,8 +48,8 @@ def take_turns(
 
     where = "{processor}, {cores} cores".format(**machine())
     labels = [f"round {number + 1} of {rounds}" for number in range(rounds)]
-    kept = [once(folder, f"{label}, {where}", functools.partial(turn, label)) for label in labels]
-    return {name: np.asarray([round[name] for round in kept]) for name in programs}
+    turns = [once(folder, f"{label}, {where}", functools.partial(turn, label)) for label in labels]
+    return {name: np.asarray([round[name] for round in turns]) for name in programs}
 
 
 def _seconds(name: str, program: Callable[[], Any], quiet: bool = False) -> float:
@@ -171,9 +169,9 @@ def compare(
         for name, (program, *_) in programs.items()
     }
     rows = [(name, *(f"{x:.2f}" for x in row.values())) for name, row in figures.items()]
-    columns, found = ("program", "median ms", "fastest ms", "temporary mb"), dict(ratios(seconds))
-    tables = [table(f"{title}; {rounds} rounds", columns, rows), table_of_ratios(found)]
-    return {"programs": figures, "ratios": found, "tables": tables}
+    columns, factors = ("program", "median ms", "fastest ms", "temporary mb"), dict(ratios(seconds))
+    tables = [table(f"{title}; {rounds} rounds", columns, rows), table_of_ratios(factors)]
+    return {"programs": figures, "ratios": factors, "tables": tables}
 
 
 def table_of_ratios(ratios: Mapping[str, Interval]) -> dict[str, Any]:

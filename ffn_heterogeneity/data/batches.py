@@ -138,21 +138,21 @@ def chosen_rows(rows: Sequence[int] | None, batch_size: int, accumulation: int) 
             f"batch_size is {batch_size}; it must be a positive multiple of the {accumulation} "
             f"micro-batches it is cut into, as {fitting} is"
         )
-    found = np.arange(batch_size) if rows is None else np.asarray(rows)
-    shown = f"rows is {found.tolist()!r:.80}"
-    if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu":
+    chosen = np.arange(batch_size) if rows is None else np.asarray(rows)
+    shown = f"rows is {chosen.tolist()!r:.80}"
+    if chosen.ndim != 1 or not len(chosen) or chosen.dtype.kind not in "iu":
         raise DataError(f"{shown}; it must be a sequence of one or more row numbers")
-    if found.min() < 0 or found.max() >= batch_size or len(np.unique(found)) < len(found):
+    if chosen.min() < 0 or chosen.max() >= batch_size or len(np.unique(chosen)) < len(chosen):
         raise DataError(
             f"{shown}; it must hold different rows of the global batch, 0 .. {batch_size - 1}"
         )
-    places = np.arange(len(found)) * accumulation // len(found)
-    if len(found) % accumulation or (found // (batch_size // accumulation) != places).any():
+    places = np.arange(len(chosen)) * accumulation // len(chosen)
+    if len(chosen) % accumulation or (chosen // (batch_size // accumulation) != places).any():
         raise DataError(
             f"{shown}; with accumulation {accumulation} it must hold equally many rows of each "
             f"micro-batch ({batch_size // accumulation} rows of the global batch), in their order"
         )
-    return found
+    return chosen
 
 
 def take_rows(batch: Batch, rows: np.ndarray) -> Batch:

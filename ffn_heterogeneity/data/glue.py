@@ -4,8 +4,6 @@ A task defines the fields of its texts and its answer, its labels in the order o
 metrics, and the place of its data.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Sources for parquet files and `datasets`: hub data sets (stored or streamed), saved folders."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -4,8 +4,6 @@ A batch's length is the smallest of the run's lengths that holds its longest row
 packed row). The rows of a batch depend only on the seed and the step, not on lengths.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -190,7 +188,7 @@ def encode_texts(
         ids, types = np.concatenate([first, ids[keep]]).astype(np.int32), types[keep]
         if form.as_made and not encoder:  # transformers pools the last token before padding
             real = np.flatnonzero(ids != form.padding_id)
-            ids, types = (part[: real[-1] + 1 if len(real) else 0] for part in (ids, types))
+            ids, types = (values[: real[-1] + 1 if len(real) else 0] for values in (ids, types))
         if not len(ids) or (not encoder and ids[-1] == form.padding_id):
             what = "ends with the padding token" if len(ids) else "is empty"
             raise DataError(f"row {number + 1} {what}: {texts[number]!r:.80}")
@@ -207,7 +205,7 @@ def _encodings(tokenizer: Any, texts: Sequence[tuple[str, ...]], as_made: bool) 
         made = tokenizer([text[0] for text in texts], pairs, return_token_type_ids=True, **plain)
         typed = getattr(tokenizer, "makes_types", True)
         for i, types in enumerate(made["token_type_ids"]):
-            parts = [-1 if part is None else part for part in made.sequence_ids(i)]
+            parts = [-1 if sequence is None else sequence for sequence in made.sequence_ids(i)]
             yield np.array(made["input_ids"][i]), np.array(types) * typed, np.array(parts)
         return
     joined = ["\n".join(text) for text in texts]
@@ -220,7 +218,7 @@ def _encodings(tokenizer: Any, texts: Sequence[tuple[str, ...]], as_made: bool) 
 
 def kept_places(parts: np.ndarray, most: int) -> np.ndarray:
     """Mask of the tokens of a row to keep: at most `most`, the longer text's end is cut first."""
-    lengths = [int(np.sum(parts == part)) for part in (0, 1)]
+    lengths = [int(np.sum(parts == text_number)) for text_number in (0, 1)]
     room = max(most - int(np.sum(parts < 0)), 0)
     short, long = sorted(lengths)
     if short + long > room:
@@ -229,8 +227,8 @@ def kept_places(parts: np.ndarray, most: int) -> np.ndarray:
             short, long = room // 2, room - room // 2
     limits = (short, long) if lengths[0] <= lengths[1] else (long, short)
     keep = parts < 0
-    for part, limit in enumerate(limits):
-        keep[np.flatnonzero(parts == part)[:limit]] = True
+    for text_number, limit in enumerate(limits):
+        keep[np.flatnonzero(parts == text_number)[:limit]] = True
     return keep
 
 
@@ -354,7 +352,7 @@ def chosen_rows(data: Encoded, rows: Sequence[int]) -> Encoded:
 
 def named_paths(text: str, name: str = "validation") -> dict[str, str]:
     """Parse "<set>=<path>,<set>=<path>" or one path to `{set: path}`; an existing path is one."""
-    parts = [part.partition("=") for part in text.split(",")]
+    parts = [entry.partition("=") for entry in text.split(",")]
     named = all(mark and label.isidentifier() for label, mark, _ in parts)
     if not named or epath.Path(os.path.expanduser(text)).exists():
         return {name: os.path.expanduser(text)}

@@ -6,8 +6,6 @@ read once per cycle; a smaller one starts again, in a new order. Draw k is a fun
 seed, so a position in the stream is still one number.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
@@ -69,24 +67,26 @@ class MixedSource(Source):
         self.name, self.parts = name, []
         for task, weight, source in members:
             self.parts.append(Part(task, weight, source, self.parts[-1].stop if self.parts else 0))
-        self.in_memory = all(part.source.in_memory for part in self.parts)
-        self._starts = [part.start for part in self.parts]
+        self.in_memory = all(member.source.in_memory for member in self.parts)
+        self._starts = [member.start for member in self.parts]
 
     def __len__(self) -> int:
         return self.parts[-1].stop
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        part = self._part(index)
-        return {"member": part.task, "record": part.source[index - part.start]}
+        member = self._part(index)
+        return {"member": member.task, "record": member.source[index - member.start]}
 
     def where(self, index: int) -> str:
-        part = self._part(index)
-        return part.source.where(index - part.start)
+        member = self._part(index)
+        return member.source.where(index - member.start)
 
     def shares(self, rows: Sequence[int]) -> list[np.ndarray]:
         """Split `rows` by member."""
         numbers = np.asarray(rows)
-        return [numbers[(numbers >= part.start) & (numbers < part.stop)] for part in self.parts]
+        return [
+            numbers[(numbers >= member.start) & (numbers < member.stop)] for member in self.parts
+        ]
 
     def _part(self, index: int) -> Part:
         return self.parts[int(np.searchsorted(self._starts, index, side="right")) - 1]
@@ -173,7 +173,7 @@ def mixed_records(source: MixedSource, subset: Subset, seeds: Sequence[int] | No
     for number, rows in enumerate(source.shares(subset.rows)):
         share = grain.MapDataset.source(Subset(source, rows))
         shares.append((share if seeds is None else share.shuffle(seed=seeds[number])).repeat())
-    draws = EvenDraws([part.weight for part in source.parts])
+    draws = EvenDraws([member.weight for member in source.parts])
     return grain.MapDataset.select_from_datasets(shares, draws)
 
 
@@ -200,13 +200,13 @@ def questions(task: Task, source: Source) -> list[TaskQuestion]:
         raise DataError(f"{task.name} is a mixture: evaluate its tasks one by one: {names}")
     if task.expand:
         source = ExpandedSource(source, task.name, task.expand, training=False)
-    found = []
+    asked = []
     for row in range(len(source)):
         with named_place(source, row):
             example = task.example(source[row], Fields())
             reference = task.reference(source[row]) if task.reference else example.target.strip()
-        found.append(TaskQuestion(example.prompt, reference, source.where(row)))
-    return found
+        asked.append(TaskQuestion(example.prompt, reference, source.where(row)))
+    return asked
 
 
 def member_file(root: str | Sequence[str], member: MixedTask, split: str) -> str:
@@ -234,7 +234,9 @@ def member_file(root: str | Sequence[str], member: MixedTask, split: str) -> str
 
 def report_sizes(source: MixedSource) -> None:
     """Log which members repeat or are not read completely, because the weights are fixed."""
-    other = [part for part in source.parts if len(part.source) != part.weight]
+    other = [member for member in source.parts if len(member.source) != member.weight]
     if other:
-        sizes = ", ".join(f"{part.task} {len(part.source)} of {part.weight}" for part in other)
+        sizes = ", ".join(
+            f"{member.task} {len(member.source)} of {member.weight}" for member in other
+        )
         _log.warning("%s: examples found, of the number that is the weight: %s", source.name, sizes)

@@ -14,8 +14,6 @@ Rows are packed by grain: running text by `ConcatThenSplitIterDataset` (document
 and may continue in the next row), examples by `FirstFitPackIterDataset` (each within one row).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import logging

@@ -1,7 +1,5 @@
 """Long texts cut into passages at blank lines, lines or spaces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 PASSAGE_CHARS = 16_384
@@ -22,8 +20,8 @@ def streamed(parts: Iterable[str], size: int) -> Iterator[tuple[str, bool, bool]
     Memory holds at most one part and one passage.
     """
     rest, starts = "", True
-    for part in parts:
-        rest, at = rest + part, 0
+    for piece in parts:
+        rest, at = rest + piece, 0
         while len(rest) - at > size:
             end = _passage_end(rest, at, size)
             yield rest[at:end], starts, False
@@ -38,8 +36,8 @@ def _passage_end(text: str, start: int, size: int) -> int:
     if end >= len(text):
         return len(text)
     for separator in ("\n\n", "\n", " "):
-        found = text.rfind(separator, start + size // 2, end)
-        if found >= 0:
+        break_at = text.rfind(separator, start + size // 2, end)
+        if break_at >= 0:
             # A space belongs to the word after it, as in tokenizers; line ends to the text before.
-            return max(found + (0 if separator == " " else len(separator)), start + 1)
+            return max(break_at + (0 if separator == " " else len(separator)), start + 1)
     return end

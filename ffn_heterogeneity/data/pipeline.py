@@ -7,8 +7,6 @@ number of processes, and a run may be resumed with another number. Validation is
 pass over the held-out records in order.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,7 +180,9 @@ class Pipeline(Feed):
         if isinstance(source, mixtures.MixedSource):
             shares = source.shares(self.train.rows)
             sizes = zip(source.parts, shares, strict=True)
-            members = {"members": {part.task: [part.weight, len(rows)] for part, rows in sizes}}
+            members = {
+                "members": {member.task: [member.weight, len(rows)] for member, rows in sizes}
+            }
         sampled = [int(s[i]) for s in shares for i in (0, len(s) // 2, len(s) - 1)]
         texts = [self._sample(source, row) for row in sampled]
         probe = "The quick brown fox, 1234 times: naïve\n"
@@ -279,12 +279,12 @@ def split_records(source: Source, fraction: float) -> tuple[Subset, Subset | Non
         if isinstance(source, mixtures.MixedSource)
         else [mixtures.Part("", 1, source, 0)]
     )
-    kept, held = [], []
-    for part in parts:
-        rest, out = _split_rows(part.source, fraction)
-        kept.append(part.start + rest)
-        held.append(part.start + out)
-    return Subset(source, np.concatenate(kept)), Subset(source, np.concatenate(held))
+    training, held = [], []
+    for member in parts:
+        rest, out = _split_rows(member.source, fraction)
+        training.append(member.start + rest)
+        held.append(member.start + out)
+    return Subset(source, np.concatenate(training)), Subset(source, np.concatenate(held))
 
 
 def _split_rows(source: Source, fraction: float) -> tuple[np.ndarray, np.ndarray]:

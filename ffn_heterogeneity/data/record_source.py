@@ -1,7 +1,5 @@
 """The interface of a source of records, its error, and the folders that `datasets` saved."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

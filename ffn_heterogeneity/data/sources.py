@@ -6,8 +6,6 @@ read and checked completely on opening, so that a broken line 90,000 is reported
 Data larger than memory must be in parquet or a hub data set (hub.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

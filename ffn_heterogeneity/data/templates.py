@@ -5,8 +5,6 @@ infinite loops. So transformers' function renders it in a child process (`io.chi
 with the first conversation and is reused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

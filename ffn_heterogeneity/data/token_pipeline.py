@@ -4,8 +4,6 @@ Row numbers -> shuffle of this epoch -> next epoch -> global batch of numbers ->
 rows, read from the memory maps in a background thread. A process reads only its rows.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import zlib
@@ -73,16 +71,16 @@ class TokenPipeline(Feed):
     def _batches(self, numbers: Any, rows: TokenRows, counts: Counts) -> Any:
         import grain
 
-        def pad(found: Sequence[int]) -> np.ndarray:
-            return np.pad(found, (0, self.batch_size - len(found)), constant_values=-1)
+        def pad(row_numbers: Sequence[int]) -> np.ndarray:
+            return np.pad(row_numbers, (0, self.batch_size - len(row_numbers)), constant_values=-1)
 
-        def read(found: np.ndarray) -> Batch:
-            real = found[found >= 0]
+        def read(row_numbers: np.ndarray) -> Batch:
+            real = row_numbers[row_numbers >= 0]
             last = np.count_nonzero(real == len(rows) - 1)  # several if rows < batch
             tokens = len(real) * self.seq_len - last * (len(rows) * self.seq_len - rows.positions)
             counts.input_tokens += tokens
             counts.loss_tokens += tokens
-            numbers = found[self.rows]
+            numbers = row_numbers[self.rows]
             batch = rows.batch(numbers)
             ids = np.maximum(batch["tokens"], batch["targets"])
             row, column = divmod(int(ids.argmax()), self.seq_len)
@@ -107,9 +105,9 @@ class TokenPipeline(Feed):
             )
         corpus = self._corpus(config.path)
         if not config.validation_path:
-            kept, held = split(corpus, config.validation_fraction)
-            self._digest = _digest(corpus, kept)
-            return self._make(kept), self._make(held) if held else None
+            training, held = split(corpus, config.validation_fraction)
+            self._digest = _digest(corpus, training)
+            return self._make(training), self._make(held) if held else None
         self._digest = _digest(corpus, whole(corpus))
         other = self._corpus(str(config.validation_path))
         return self._make(whole(corpus)), self._make(whole(other))
@@ -141,5 +139,5 @@ class TokenPipeline(Feed):
 def _digest(corpus: Corpus, parts: Sequence[ShardPart]) -> int:
     """Digest of the shards' hashes and of the ranges of documents."""
     hashes = [entry["sha256"] for entry in corpus.manifest["shards"]]
-    taken = [(part.shard.name, part.first, part.last) for part in parts]
+    taken = [(span.shard.name, span.first, span.last) for span in parts]
     return zlib.crc32(json.dumps([hashes, taken]).encode())

@@ -12,8 +12,6 @@ first input of a row that starts inside a document is also a bos; with "document
 before.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 from collections.abc import Sequence
@@ -64,14 +62,14 @@ def split(corpus: Corpus, fraction: float) -> tuple[list[ShardPart], list[ShardP
     ends = np.cumsum(counts)
     due = np.floor(fraction * ends + 0.5).astype(np.int64)
     due[-1] = min(max(due[-1], 1), total - 1)
-    kept, held, before = [], [], 0
+    training, held, before = [], [], 0
     for shard, target in zip(corpus.shards, due.tolist(), strict=True):
         out = min(max(target - before, 0), shard.documents_count)
         before += out
         middle = shard.documents_count - out
-        kept.append(ShardPart(shard, 0, middle))
+        training.append(ShardPart(shard, 0, middle))
         held.append(ShardPart(shard, middle, shard.documents_count))
-    return [p for p in kept if p.first < p.last], [p for p in held if p.first < p.last]
+    return [p for p in training if p.first < p.last], [p for p in held if p.first < p.last]
 
 
 class TokenRows:
@@ -89,11 +87,11 @@ class TokenRows:
         self._bos_id = encoder.bos_id
         self._skipped = int(encoder.bos_id is None)  # a document's first id is an input only
         starts = [0]
-        for part in parts:
-            tokens = part.shard.offsets[part.last] - part.shard.offsets[part.first]
-            starts.append(starts[-1] + int(tokens) - self._skipped * (part.last - part.first))
+        for span in parts:
+            tokens = span.shard.offsets[span.last] - span.shard.offsets[span.first]
+            starts.append(starts[-1] + int(tokens) - self._skipped * (span.last - span.first))
         self._starts = starts
-        self.documents = sum(part.last - part.first for part in parts)
+        self.documents = sum(span.last - span.first for span in parts)
         self.positions = starts[-1]
         if not self.positions:
             raise DataError(
@@ -107,17 +105,17 @@ class TokenRows:
     def where(self, position: int) -> str:
         """Shard and document of a position, for errors."""
         at = bisect.bisect_right(self._starts, position) - 1
-        part, begins = self._parts[at], functools.partial(self._begins, self._parts[at])
-        documents = range(part.first, part.last)
+        span, begins = self._parts[at], functools.partial(self._begins, self._parts[at])
+        documents = range(span.first, span.last)
         inside = bisect.bisect_right(documents, position - self._starts[at], key=begins)
-        shard = part.shard
-        return f"{shard.directory / shard.name}.tokens, document {part.first + inside}"
+        shard = span.shard
+        return f"{shard.directory / shard.name}.tokens, document {span.first + inside}"
 
-    def _begins(self, part: ShardPart, document: int) -> int:
+    def _begins(self, span: ShardPart, document: int) -> int:
         """First position of a document within its part."""
-        offsets = part.shard.offsets
-        before = int(offsets[document]) - int(offsets[part.first])
-        return before - self._skipped * (document - part.first)
+        offsets = span.shard.offsets
+        before = int(offsets[document]) - int(offsets[span.first])
+        return before - self._skipped * (document - span.first)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The five arrays [len(numbers), T]; a negative number gives a row of padding.
@@ -144,42 +142,42 @@ class TokenRows:
             offset, end = self._starts[at], min(stop, self._starts[at + 1])
             views = {key: value[place - start : end - start] for key, value in row.items()}
             if place < end:
-                found = self._fill_part(views, self._parts[at], place - offset, end - offset)
+                added = self._fill_part(views, self._parts[at], place - offset, end - offset)
                 views["segment_ids"] += segments
-                segments += found
+                segments += added
             place, at = end, at + 1
         row["loss_mask"][: stop - start] = True
         if self._bos == "segment":
             row["tokens"][0] = self._bos_id
 
-    def _fill_part(self, row: Batch, part: ShardPart, start: int, stop: int) -> int:
+    def _fill_part(self, row: Batch, span: ShardPart, start: int, stop: int) -> int:
         """Fill in positions [start, stop) of a part, segments from 1; return their number."""
-        tokens, offsets, skipped = part.shard.tokens, part.shard.offsets, self._skipped
-        base = int(offsets[part.first])
+        tokens, offsets, skipped = span.shard.tokens, span.shard.offsets, self._skipped
+        base = int(offsets[span.first])
 
-        begins = functools.partial(self._begins, part)
-        documents = range(part.first, part.last)
-        first = part.first + bisect.bisect_right(documents, start, key=begins) - 1
-        last = bisect.bisect_left(documents, stop, lo=first + 1 - part.first, key=begins)
-        numbers = np.arange(first, part.first + last)
-        edges = offsets[numbers[0] : numbers[-1] + 1] - base - skipped * (numbers - part.first)
+        begins = functools.partial(self._begins, span)
+        documents = range(span.first, span.last)
+        first = span.first + bisect.bisect_right(documents, start, key=begins) - 1
+        last = bisect.bisect_left(documents, stop, lo=first + 1 - span.first, key=begins)
+        numbers = np.arange(first, span.first + last)
+        edges = offsets[numbers[0] : numbers[-1] + 1] - base - skipped * (numbers - span.first)
         begun = edges[0] == start
         edges[0] = start
         lengths = np.diff(edges, append=stop)
         if skipped and not lengths.all():  # documents of one token have no position
             numbers, edges, lengths = (v[lengths > 0] for v in (numbers, edges, lengths))
         # Positions of the targets; with a bos they are contiguous.
-        low = base + start + skipped * int(numbers[0] + 1 - part.first)
-        high = base + stop + skipped * int(numbers[-1] + 1 - part.first)
+        low = base + start + skipped * int(numbers[0] + 1 - span.first)
+        high = base + stop + skipped * int(numbers[-1] + 1 - span.first)
         if high - low == stop - start:
             row["targets"][:] = tokens[low:high]
             row["tokens"][1:] = tokens[low : high - 1]
             if not begun or skipped:
                 row["tokens"][0] = tokens[low - 1]
         else:
-            found = tokens[low - 1 : high]
+            ids = tokens[low - 1 : high]
             at = np.arange(stop - start) + np.repeat(numbers - numbers[0], lengths)
-            row["targets"][:], row["tokens"][:] = found[at + 1], found[at]
+            row["targets"][:], row["tokens"][:] = ids[at + 1], ids[at]
         if not skipped:
             row["tokens"][edges[0 if begun else 1 :] - start] = self._bos_id
         row["segment_ids"][:] = np.repeat(np.arange(1, len(numbers) + 1), lengths)

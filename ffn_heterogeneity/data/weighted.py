@@ -61,12 +61,12 @@ class WeightedPipeline(Feed):
         left = [(w, p.validation_iterator()) for _, w, p in self.members if p.held_out is not None]
         rows = _until_all_end(left)
         for _ in itertools.count() if max_batches is None else range(max_batches):
-            found = list(itertools.islice(rows, self.batch_size))
-            if not found:
+            drawn = list(itertools.islice(rows, self.batch_size))
+            if not drawn:
                 return
-            empty = {key: np.zeros_like(value) for key, value in found[0].items()}
-            found += [empty] * (self.batch_size - len(found))
-            yield take_rows(_stacked(found), self.rows)
+            empty = {key: np.zeros_like(value) for key, value in drawn[0].items()}
+            drawn += [empty] * (self.batch_size - len(drawn))
+            yield take_rows(_stacked(drawn), self.rows)
 
 
 class WeightedIterator:
@@ -156,20 +156,20 @@ def parse_mixture(mixture: Any) -> list[tuple[str, str, float]]:
     """
     if not isinstance(mixture, Sequence):
         raise DataError(f"mixture={mixture!r} is not a list of (task, path, weight)")
-    found = []
+    members = []
     for entry in mixture:
         try:
             task, path, weight = entry
-            found.append((str(task), str(path), float(weight)))
+            members.append((str(task), str(path), float(weight)))
         except (TypeError, ValueError, OverflowError):  # an integer too large for a float
             raise DataError(f"mixture: {entry!r:.99} is not (task, path, weight)") from None
-        if not 0 < found[-1][2] < float("inf"):
+        if not 0 < members[-1][2] < float("inf"):
             raise DataError(f"mixture: {entry!r} has a weight that is not positive and finite")
-    if not sum(weight for *_, weight in found) < float("inf"):
+    if not sum(weight for *_, weight in members) < float("inf"):
         raise DataError("mixture: its weights sum up to more than a float holds")
-    names = [entry[:2] for entry in found]
+    names = [entry[:2] for entry in members]
     if len({*names}) < len(names):
         raise DataError("mixture: a member is listed twice; add up its weights")
-    if len(found) < 2:
+    if len(members) < 2:
         raise DataError("mixture needs two members or more; for one give task and path")
-    return found
+    return members

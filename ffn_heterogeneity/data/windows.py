@@ -3,8 +3,7 @@
 Every position after a row's first is predicted.
 """
 
-from __future__ import annotations
-
+import re
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,18 @@ WINDOW_BOS = ("segment", "stream", "none")
 
 
 def text_windows(
-    text: str, tokenizer: Any, window: int, max_windows: int | None = None, bos: str = "segment"
+    text: str,
+    tokenizer: Any,
+    window: int,
+    max_windows: int | None = None,
+    bos: str = "segment",
+    every: int = 1,
 ) -> np.ndarray:
     """Cut a text into windows of `window` PREDICTIONS each.
 
-    The whole text is tokenized without special tokens: x_0 ... x_{N-1}. Row i has window + 1 ids:
-    row[1:] are the targets, row[:-1] their inputs. With w = window:
+    The text is tokenised whole, as it is, without special tokens: x_0 ... x_{N-1}. Row i, of
+    window + 1 ids, is the input followed by nothing else: row[1:] are the targets, row[:-1] their
+    inputs. With w = window, and every = 1:
 
     - "segment": [bos, x_{iw} ... x_{iw+w-1}]: every window starts with a bos. Windows do not
       overlap; each token is predicted once; floor(N / w) windows. This is the default, because
@@ -34,14 +39,16 @@ def text_windows(
       target of the window before, so x_1, x_2, ... are predicted once each; floor((N - 1) / w)
       windows.
 
-    Tokens after the last complete window are ignored.
+    Tokens after the last whole window are left out. With a larger `every`, only the windows 0,
+    every, 2 every, ... are returned: the first windows of a text may all be of one article.
 
     Args:
       text: the text.
       tokenizer: `transformers`-like; needs a `bos_token_id` unless bos is "none".
-      window: number of predictions per window, at least 1.
-      max_windows: use only the first windows, up to this number; None (or 0) for all.
+      window: predictions in a window, at least 1.
+      max_windows: return at most the first `max_windows` of these windows; None (or 0) for all.
       bos: one of the above.
+      every: distance between returned windows, in windows.
 
     Returns:
       int32 [n, window + 1].
@@ -51,6 +58,7 @@ def text_windows(
         arguments, or no bos token in the tokenizer.
     """
     check_number("window", window, "[1, inf)", DataError)
+    check_number("window_every", every, "[1, inf)", DataError)
     check_number("max_windows", max_windows or 0, "[0, inf), or None for all", DataError)
     check_choice("bos", bos, WINDOW_BOS, DataError)
     if bos != "none" and tokenizer.bos_token_id is None:
@@ -66,9 +74,46 @@ def text_windows(
             f"the text has {len(ids)} tokens, fewer than one window of {window} predictions needs "
             f"({needed}); use a longer text or a smaller window"
         )
-    count = min(count, max_windows) if max_windows else count
-    starts = np.arange(count)[:, None] * window
-    rows = stream[starts + np.arange(window + 1)].astype(np.int32)
+    starts = np.arange(0, count, every)[: max_windows or None] * window
+    rows = stream[starts[:, None] + np.arange(window + 1)].astype(np.int32)
     if bos == "segment":
         rows[:, 0] = tokenizer.bos_token_id
     return rows
+
+
+def document_starts(text: str, heading: str) -> list[int]:
+    """Positions of the characters at which documents begin.
+
+    Args:
+      heading: regular expression of the lines that begin a document (`re.MULTILINE`).
+
+    Raises:
+      DataError: an invalid expression, or one that matches no line.
+    """
+    try:
+        begins = [match.start() for match in re.finditer(heading, text, re.MULTILINE)]
+    except re.error as error:
+        raise DataError(f"document={heading!r} is no regular expression: {error}") from None
+    if not begins:
+        raise DataError(f"document={heading!r} matches no line of a text that begins {text[:40]!r}")
+    return begins
+
+
+def window_documents(
+    text: str, tokenizer: Any, heading: str, window: int, count: int, every: int = 1
+) -> list[int]:
+    """Number of the document that each of the first `count` windows of `text_windows` is in.
+
+    Windows of one document are not independent, so intervals draw documents. A window belongs to
+    the document of its middle token; text before the first heading is document 0.
+
+    Raises:
+      DataError: as `document_starts`; a tokenizer without offsets.
+    """
+    begins = document_starts(text, heading)
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError("document needs a fast tokenizer, which gives the offsets of its tokens")
+    given = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    offsets = np.asarray(tokenizer(text, **given)["offset_mapping"])
+    middles = np.arange(count) * every * window + window // 2
+    return np.searchsorted(begins, offsets[middles, 0], side="right").tolist()

@@ -9,8 +9,6 @@ Every score is a mean of fractions whose numerators and denominators are sums ov
 bootstrap resamples are sums of them.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools
@@ -272,7 +270,7 @@ def rouge_l(prediction: str, answer: str) -> float:
     from rouge_score.rouge_scorer import lcs_ind
 
     said, meant = (
-        [" ".join(part.split()).split(" ") for part in text.split(".") if part]
+        [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
         for text in (prediction, answer)
     )
     # In this order it finds the same one as `rouge` if several have the same length.

@@ -11,8 +11,6 @@ drawn together. Parts of a task (WebNLG's seen and unseen categories) are also s
 "<task>_<part>".
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import sys
@@ -70,11 +68,11 @@ class AnswerSettings(ModelSettings):
         """
         if not self.tasks or isinstance(self.tasks, str):
             raise ValueError(f"tasks={self.tasks!r}: give names, e.g. \"('superglue_rte',)\"")
-        found = {}
+        by_task = {}
         for task in _scored(self.tasks):
-            found[task] = _first(_questions_of(task, self.data_root, self.split), self.limit)
-            _signatures(task, [one.reference for one in found[task]])
-        return found
+            by_task[task] = _first(_questions_of(task, self.data_root, self.split), self.limit)
+            _signatures(task, [one.reference for one in by_task[task]])
+        return by_task
 
 
 def evaluate_answers(settings: AnswerSettings, model: Model, workdir: epath.Path) -> dict[str, Any]:
@@ -101,18 +99,18 @@ def evaluate_answers(settings: AnswerSettings, model: Model, workdir: epath.Path
         every: metrics.Counts = {}
         for metric in task.metrics:
             every |= metrics.METRICS[metric].counts(predictions, references)
-        for name, part in _parts(task.name, asked).items():
+        for name, indices in _parts(task.name, asked).items():
             # (In a task without parts, a question may have several prompts.)
             counts = every
             if name != task.name:
-                counts = {score: table[part] for score, table in every.items()}
+                counts = {score: table[indices] for score, table in every.items()}
             # Independent of the other evaluated tasks.
             rng = np.random.default_rng([settings.seed, zlib.crc32(name.encode())])
             values[name] = metrics.scores(counts)
             draws[name] = metrics.bootstrap(counts, settings.bootstrap, rng)
             rows[name] = _row(len(next(iter(counts.values()))), values[name], draws[name])
-            rows[name]["finish"] = dict(collections.Counter(answers[i]["finish"] for i in part))
-            rows[name] |= _signatures(task, [references[i] for i in part])
+            rows[name]["finish"] = dict(collections.Counter(answers[i]["finish"] for i in indices))
+            rows[name] |= _signatures(task, [references[i] for i in indices])
     eight = [f"superglue_{name}" for name in metrics.SUPERGLUE]
     missing = [name for name in eight if name not in rows]
     if missing:

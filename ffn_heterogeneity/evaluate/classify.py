@@ -1,7 +1,5 @@
 """Predictions of labels or numbers by a trained model, for texts and for a file's rows."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import functools
@@ -61,9 +59,9 @@ def classify_file(settings: ClassifySettings, model: Model, workdir: epath.Path)
         the names of the predictions, or an unknown answer.
     """
     task, source = task_of(model, settings.fields), settings.read()
-    own = model.config.head.settings
-    problem = own.get("problem", "")  # several labels or numbers per row have no metrics here
-    several = problem.startswith("multi") or (problem and own["outputs"] > 1)
+    head_spec = model.config.head.settings
+    problem = head_spec.get("problem", "")  # several labels or numbers per row have no metrics here
+    several = problem.startswith("multi") or (problem and head_spec["outputs"] > 1)
     answers = [*read_each(source, (lambda row: math.nan) if several else task.target_or_nan)]
     tokenizer = tokenizer_of(model, "no text can be read: add its files")
     data = labelled.encode_rows(task, source, tokenizer, form_of(model.config), labelled=False)
@@ -109,7 +107,7 @@ def classify(
     # Classifiers of other libraries do not specify their inputs.
     count = len(task.fields[0]) if config.head.settings["fields"] else len(rows[0])
     for row in rows:
-        if len(row) != count or not all(isinstance(part, str) for part in row):
+        if len(row) != count or not all(isinstance(text, str) for text in row):
             what = "a text" if count == 1 else "a pair of texts"
             raise ValueError(f"{row!r:.80} is not {what}, which task {task.name!r} reads")
     tokenizer = tokenizer_of(model, "no text can be read: add its files")
@@ -149,14 +147,14 @@ def task_of(model: Model, fields: str = "") -> LabelTask:
             f"{model.source} has {f'the head {head.name!r}' if head else 'no head'}, not one of "
             "labels or numbers: train one first (configs/p32_glue.py)"
         )
-    own = head.settings
-    names = tuple(tuple(group) for group in own["fields"]) or (("text",),)
+    head_settings = head.settings
+    names = tuple(tuple(group) for group in head_settings["fields"]) or (("text",),)
     if fields:
-        names = (tuple(part.strip() for part in fields.split(",")),)
-    labels = () if own.get("problem") == "regression" else tuple(own["labels"])
-    known = own["task"] or ("labels" if labels else "regression")
-    kind = get_task(known, names[0], () if own.get("problem") else labels)
-    glue = with_labels(labels) if own["task"] != "labels" else None
+        names = (tuple(field.strip() for field in fields.split(",")),)
+    labels = () if head_settings.get("problem") == "regression" else tuple(head_settings["labels"])
+    known = head_settings["task"] or ("labels" if labels else "regression")
+    kind = get_task(known, names[0], () if head_settings.get("problem") else labels)
+    glue = with_labels(labels) if head_settings["task"] != "labels" else None
     numbers = glue.labels if glue and [*map(str.casefold, labels)] != [*glue.labels] else None
     return LabelTask(known, names, labels, kind.metrics, (glue or kind).answer, numbers=numbers)
 
@@ -246,8 +244,8 @@ def _measured(task: LabelTask, made: np.ndarray, answers: np.ndarray) -> dict[st
         rows[:] = False  # GLUE's hidden answers
     if without := int(np.sum(~rows)):
         results["rows_without_answer"] = without
-        told = f"{without} of {len(rows)} rows have no single answer in {some(task.answer)}"
-        print(f"{told}: excluded from the metrics", file=sys.stderr)
+        message = f"{without} of {len(rows)} rows have no single answer in {some(task.answer)}"
+        print(f"{message}: excluded from the metrics", file=sys.stderr)
     if task.numbers:
         print(f"labels that are numbers mean {some(task.numbers)}", file=sys.stderr)
     if rows.any():

@@ -1,7 +1,5 @@
 """MBPP: generated programs, scored by running them against tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ffn_heterogeneity.data.tasks.mbpp import END

@@ -29,13 +29,15 @@ from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.probes.observe import token_batches
 from ffn_heterogeneity.report.figures import bar_figure
 from ffn_heterogeneity.report.tables import number
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.fuse import Fusion, fuse
 from ffn_heterogeneity.tree import replaced
 from ffn_heterogeneity.wording import check_numbers, markdown_table, settings_from, settings_of
 
-# A block that returns only its bias: a reference for the size of output errors.
-BIAS = "bias_only"
-# Errors of the block's output, and of the residual stream after it.
+# Baselines: the block that returns its bias alone; as many neurons as the methods keep, drawn at
+# random; and these with zero outgoing weights, a block of the same size that computes nothing.
+BIAS, RANDOM, RANDOM_BIAS = "bias_only", "random", "random_bias_only"
+# Of the block itself, and of the residual stream behind it.
 OUTPUTS = {"output_error": "y", "block_error": "block"}
 
 
@@ -72,7 +74,7 @@ class NtkSettings(ModelSettings):
     @property
     def task(self) -> LabelTask:
         """The task whose rows are read; a user's task gets two labels with arbitrary names."""
-        fields = tuple(part for part in self.fields.split(",") if part)
+        fields = tuple(field for field in self.fields.split(",") if field)
         return get_task(self.data.task, fields, ("a", "b"))
 
     def read(self) -> None:
@@ -87,10 +89,11 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
     without a head gets a random one, drawn with the seed.
 
     Returns:
-      {"layer", "rows", "tokens", "kernel_norm" and "sgd_kernel_norm" (Frobenius norms of the
-      uncompressed model's kernels), and per method: {"ntk_error", "sgd_ntk_error": |K - K'|_F;
-      "output_error", "block_error": |y - y'|, averaged over tokens, and "..._words": averaged over
-      tokens that are not special; "kept_share" of the block's weights}}.
+      {"layer", "rows", "tokens", "kernel_norm" and "sgd_kernel_norm" (Frobenius, of the whole
+      model's), "errors": {method: {"ntk_error", "sgd_ntk_error": |K - K'|_F; "ntk_cosine": <K, K'>
+      / (|K| |K'|); "ntk_norm_ratio": |K'| / |K|; "output_error", "block_error": |y - y'|, averaged
+      over tokens, and "..._words": over those that are no special tokens; "kept_share" of the
+      block's weights; "largest_cluster": neurons in the largest cluster, where P is kept apart}}}.
 
     Raises:
       ValueError: as `fuse` and `token_states`; unreadable rows.
@@ -103,18 +106,18 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
     (batch,) = token_batches(data.ids, len(data))
     real = batch["segment_ids"] > 0
     words = real & ~np.isin(batch["tokens"], tokenizer_of(model).all_special_ids)
-    whole = _measured(settings, model, data, "the whole model")
+    dense = _measured(settings, model, data, "the whole model")
     results: dict[str, Any] = {
         "layer": layer + 1,
         "rows": len(data),
         "tokens": int(real.sum()),
-        "kernel_norm": float(np.linalg.norm(whole["adam"])),
-        "sgd_kernel_norm": float(np.linalg.norm(whole["sgd"])),
+        "kernel_norm": float(np.linalg.norm(dense["adam"])),
+        "sgd_kernel_norm": float(np.linalg.norm(dense["sgd"])),
     }
     errors = results["errors"] = {}
-    for name, other, kept in _others(settings, model):
-        found = _measured(settings, other, data, name)
-        errors[name] = errors_of(whole, found, {"": real, "_words": words}) | kept
+    for name, other, facts in _others(settings, model):
+        measured = _measured(settings, other, data, name)
+        errors[name] = errors_of(dense, measured, {"": real, "_words": words}) | facts
         print(f"{name}: NTK error {number(errors[name]['ntk_error'])}", file=sys.stderr)
     _say(results, workdir)
     return results
@@ -130,17 +133,20 @@ def with_random_head(model: Model, outputs: int = 2, seed: int = 0) -> Model:
 
 
 def errors_of(
-    whole: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], counted: Mapping[str, Any]
+    dense: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], counted: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Distances in `ntk`'s results; `counted`: {suffix: mask of averaged tokens, [N, T]}."""
-    found = {
-        "ntk_error": np.linalg.norm(whole["adam"] - other["adam"]),
-        "sgd_ntk_error": np.linalg.norm(whole["sgd"] - other["sgd"]),
+    """The distances of `ntk`'s results; `counted`: suffix -> the tokens averaged over, [N, T]."""
+    norms = [float(np.linalg.norm(one["adam"])) for one in (dense, other)]
+    errors = {
+        "ntk_error": np.linalg.norm(dense["adam"] - other["adam"]),
+        "ntk_cosine": np.vdot(dense["adam"], other["adam"]) / max(norms[0] * norms[1], 1e-300),
+        "ntk_norm_ratio": norms[1] / max(norms[0], 1e-300),
+        "sgd_ntk_error": np.linalg.norm(dense["sgd"] - other["sgd"]),
     }
     for name, state in OUTPUTS.items():
-        apart = np.linalg.norm(np.subtract(whole[state], other[state], dtype=np.float64), axis=-1)
-        found |= {name + suffix: apart[tokens].mean() for suffix, tokens in counted.items()}
-    return {name: float(value) for name, value in found.items()}
+        apart = np.linalg.norm(np.subtract(dense[state], other[state], dtype=np.float64), axis=-1)
+        errors |= {name + suffix: apart[tokens].mean() for suffix, tokens in counted.items()}
+    return {name: float(value) for name, value in errors.items()}
 
 
 def _measured(settings: NtkSettings, model: Model, data: Encoded, name: str) -> dict[str, Any]:
@@ -154,18 +160,27 @@ def _others(settings: NtkSettings, model: Model):
     """(name, model, further results) of all models to compare with the uncompressed one."""
     for fusion in settings.fusions:
         other, report = fuse(model, fusion)
-        yield fusion.method, other, {"kept_share": report["kept_share"]}
+        facts = {"kept_share": report["kept_share"]}
+        ffn = dict(layer_leaves(other.params, "ffn"))[settings.layer]
+        if "neuron_scale" in ffn:  # the clusters' sizes
+            facts["largest_cluster"] = float(np.max(ffn["neuron_scale"]))
+        yield fusion.method, other, facts
     for path in settings.against:
         other = load_model(path)
         for name in ("n_layers", "d_model", "vocab_size"):
-            own, theirs = getattr(other.config, name), getattr(model.config, name)
-            if own != theirs:
-                raise ValueError(f"against={path}: its {name} is {own}, the model's {theirs}")
+            actual, expected = getattr(other.config, name), getattr(model.config, name)
+            if actual != expected:
+                raise ValueError(f"against={path}: its {name} is {actual}, the model's {expected}")
         headed = dataclasses.replace(other.config, head=model.config.head)
         params = {**other.params, ROOT: model.params[ROOT]}
         other = dataclasses.replace(other, config=headed, params=params)
         yield epath.Path(path).name, other, {}
     yield BIAS, without_kernel(model, settings.layer), {}
+    for ratio in sorted({fusion.ratio for fusion in settings.fusions}):
+        drawn = {"criterion": "random", "ratio": ratio, "layers": str(settings.layer)}
+        other, _ = SURGERIES["prune"](model, drawn | {"seed": settings.seed})
+        yield RANDOM, other, {"kept_share": 1 - ratio}
+        yield RANDOM_BIAS, without_kernel(other, settings.layer), {"kept_share": 1 - ratio}
 
 
 def without_kernel(model: Model, layer: int) -> Model:

@@ -1,7 +1,5 @@
 """Entropy, Gini index and mstd of a model's outgoing weights, by layer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

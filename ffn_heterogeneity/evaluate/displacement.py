@@ -1,7 +1,5 @@
 """Angular displacement of the residual stream by each block, in any model (JREG, section 3)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -203,11 +201,11 @@ def _say(name: str, result: dict) -> None:
     parts = {"all": result, "last": result["last"]}
     header = [f"{reading.split('_')[0]}, {which}" for which in parts for reading in READINGS]
     columns = []
-    for part in parts.values():
-        for reading in (part[name] for name in READINGS):
+    for section in parts.values():
+        for reading in (section[name] for name in READINGS):
             psi = [f"{value:.5f}" for value in reading["psi"]]
             rates = [f"{reading[rate]:.2f}%" for rate in RATES if rate in reading]
-            columns.append([*psi, *rates, part["tokens"]])
+            columns.append([*psi, *rates, section["tokens"]])
     layers = len(result["block_influence"])
     rows = [*range(1, layers + 1), *RATES[: layers - 1], "tokens"]
     table = markdown_table(("layer", *header), [*zip(rows, *columns, strict=True)])
@@ -245,8 +243,8 @@ def checkpoints_in(model: str) -> list[tuple[str, str]]:
     root = epath.Path(model)
     if not model or not root.is_dir() or (root / "config.json").exists():
         return []
-    found = [path for path in root.iterdir() if (path / "config.json").exists()]
-    return [(path.name, str(path)) for path in sorted(found, key=lambda p: (_step(p.name), p.name))]
+    paths = [path for path in root.iterdir() if (path / "config.json").exists()]
+    return [(path.name, str(path)) for path in sorted(paths, key=lambda p: (_step(p.name), p.name))]
 
 
 def _step(name: str) -> int:

@@ -10,8 +10,6 @@ process, and few tasks are marked so (`unsafe_code`). So there is a list of allo
   graders of this package      harness_tasks/grading.py, which runs programs in the sandbox
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect
@@ -75,5 +73,5 @@ def _was_read(path: Path) -> bool:
     import lm_eval
 
     harness = Path(lm_eval.__file__).parent
-    own = path.parent in (harness / "api", harness / "filters")
-    return own or path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() in READ.values()
+    core = path.parent in (harness / "api", harness / "filters")
+    return core or path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() in READ.values()

@@ -1,7 +1,5 @@
 """Our models as language models of lm-evaluation-harness (extra `eval`), without PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,15 +63,15 @@ class HarnessLM(TemplateLM):
     @property
     def eot_token_id(self) -> int | None:
         """The config's (first) eos, else the tokenizer's; None: neither has one."""
-        own = self.config.eos_id if isinstance(self.config.eos_id, tuple) else (self.config.eos_id,)
-        return next((i for i in (*own, self.tokenizer.eos_token_id) if i is not None), None)
+        ids = self.config.eos_id if isinstance(self.config.eos_id, tuple) else (self.config.eos_id,)
+        return next((i for i in (*ids, self.tokenizer.eos_token_id) if i is not None), None)
 
     @property
     def prefix_token_id(self) -> int:
         """The token that replaces an empty context."""
-        for found in (self.tokenizer.bos_token_id, self.eot_token_id):
-            if found is not None:
-                return found
+        for token in (self.tokenizer.bos_token_id, self.eot_token_id):
+            if token is not None:
+                return token
         raise ValueError(
             "a text without a context needs a token before it, and the tokenizer has neither bos "
             "nor eos: name one in its tokenizer_config.json (bos_token), or leave the task out"
@@ -168,8 +166,8 @@ class HarnessLM(TemplateLM):
                 windows.append((None, *make_disjoint_window(window)))
                 owners.append(i)
         totals = [0.0] * len(requests)
-        found = self._loglikelihood_tokens(windows, disable_tqdm)
-        for owner, (logprob, _) in zip(owners, found, strict=True):
+        scores = self._loglikelihood_tokens(windows, disable_tqdm)
+        for owner, (logprob, _) in zip(owners, scores, strict=True):
             totals[owner] += logprob
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -185,17 +183,17 @@ class HarnessLM(TemplateLM):
         samplings, prompts = [], []
         for request in requests:
             # LongBench's rows have the maximum answer length and the part of the prompt to cut.
-            own = {key: request.doc[key] for key in ("max_gen_toks",) if key in request.doc}
-            sampling = self._sampling(request.args[1] | own)
+            row_options = {key: request.doc[key] for key in ("max_gen_toks",) if key in request.doc}
+            sampling = self._sampling(request.args[1] | row_options)
             middle = request.doc.get("cut") == "middle"
             prompts.append(self._prompt(request.args[0], sampling.max_new_tokens, middle))
             samplings.append(sampling)
-        found = self.generator(
+        generations = self.generator(
             prompts, samplings, truncate=True, progress=None if disable_tqdm else "generate"
         )
-        for request, one in zip(requests, found, strict=True):
+        for request, one in zip(requests, generations, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, one.text)
-        return [one.text for one in found]
+        return [one.text for one in generations]
 
     def _prompt(self, text: str, new: int, middle: bool = False) -> list[int]:
         """Ids of a text, cut to leave room for `new` tokens.

@@ -1,7 +1,5 @@
 """Hidden states of every layer, in the convention of transformers."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -55,11 +53,11 @@ def hidden_states(
     check_vocabulary(ids[real], model.config.vocab_size)
     params, states = jax.device_put(model.params), []
     for start in range(0, len(ids), batch_size):
-        part = slice(start, start + batch_size)
+        rows = slice(start, start + batch_size)
         batch = {
-            "tokens": np.where(real[part], ids[part], 0),
-            "segment_ids": real[part].astype(np.int32),
-            "token_types": types[part],
+            "tokens": np.where(real[rows], ids[rows], 0),
+            "segment_ids": real[rows].astype(np.int32),
+            "token_types": types[rows],
         }
         with products(options.compute_dtype):
             states.append(np.asarray(_states(model.config, options, params, batch)))
@@ -69,7 +67,7 @@ def hidden_states(
 def _padded(model: Model, texts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     config = model.config
     rows = text_rows(texts)
-    if not rows or not all(isinstance(part, str) for row in rows for part in row):
+    if not rows or not all(isinstance(text, str) for row in rows for text in row):
         raise ValueError("texts must be strings, or pairs of strings, at least one; or integer ids")
     if len({len(row) for row in rows}) > 1:
         raise ValueError("texts must be all single ones, or all pairs")

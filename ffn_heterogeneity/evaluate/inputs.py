@@ -1,7 +1,5 @@
 """Inputs of evaluations: windows of a text, rows of a .npy file, or documents of JSONL."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from etils import epath
 from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.sources import read_utf8
 from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
-from ffn_heterogeneity.data.windows import text_windows
+from ffn_heterogeneity.data.windows import document_starts, text_windows, window_documents
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES, RunOptions, choose_dtype
@@ -71,7 +69,8 @@ class TextSettings(ModelSettings):
     """Windows of `text`, a UTF-8 file, or the rows of `token_ids`, a .npy file.
 
     Attributes:
-      window, max_windows, bos: as in `text_windows`; 0 windows: all.
+      window, max_windows, bos: as of `text_windows`; 0 windows: all.
+      window_every: its `every`.
     """
 
     text: str
@@ -79,6 +78,7 @@ class TextSettings(ModelSettings):
     window: int
     max_windows: int
     bos: str
+    window_every: int = 1
 
     def read(self) -> Any:
         """Read the text, or the ids [windows, length].
@@ -98,11 +98,40 @@ class TextSettings(ModelSettings):
         Raises:
           ValueError: as `read`; the model has no tokenizer; the text is too short.
         """
-        found = self.read()
+        content = self.read()
         if self.token_ids:
-            return found
-        most = self.max_windows or None
-        return text_windows(found, tokenizer_of(model), self.window, most, self.bos)
+            return content
+        cut = (self.window, self.max_windows or None, self.bos, self.window_every)
+        return text_windows(content, tokenizer_of(model), *cut)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerplexitySettings(TextSettings):
+    """Windows whose perplexity is measured.
+
+    Attributes:
+      document: regular expression of the lines of `text` that begin a document; "": none do.
+    """
+
+    document: str = ""
+
+    def read(self) -> Any:
+        """The text or the ids of `TextSettings.read`; `document` must match a line.
+
+        Raises:
+          ValueError: as `TextSettings.read` and `document_starts`.
+        """
+        content = super().read()
+        if self.document:
+            if self.token_ids:
+                raise ValueError(f"document={self.document!r} needs text, got token_ids")
+            document_starts(content, self.document)
+        return content
+
+    def documents(self, model: Model, count: int) -> list[int]:
+        """`window_documents` of the first `count` windows."""
+        cut = (self.document, self.window, count, self.window_every)
+        return window_documents(self.read(), tokenizer_of(model), *cut)
 
 
 def prompt_rows(model: Model, texts: Sequence[str], chat: bool = False) -> list[list[int]]:

@@ -4,8 +4,6 @@ All metrics of labels are functions of the confusion table C[reference, predicti
 bootstrap resample of n rows is multinomial, n draws from C / n, so rows need not be drawn.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +44,7 @@ def label_metrics(
     table = np.bincount(targets.astype(int) * count + predictions.astype(int), minlength=count**2)
     n = int(table.sum())
     draws = np.random.default_rng(SEED).multinomial(n, table / n, DRAWS)
-    every, found = range(count), dict[str, float]()
+    every, results = range(count), dict[str, float]()
     kinds = {"accuracy": (metrics.accuracy,), "f1": (metrics.macro_f1, (1,))}
     kinds |= {"macro_f1": (metrics.macro_f1, every), "matthews": (metrics.matthews, every)}
     for name in names:
@@ -54,8 +52,8 @@ def label_metrics(
         counts = metric.counts(said, meant, *labels)
         each = [metrics.scores(counts, times) for times in (table, *draws)]
         value, *drawn = (next(iter(one.values())) for one in each)
-        found |= metrics.with_ends(name, value, *ends(drawn))
-    return found | {"n": n}
+        results |= metrics.with_ends(name, value, *ends(drawn))
+    return results | {"n": n}
 
 
 def number_metrics(
@@ -65,12 +63,12 @@ def number_metrics(
 
     Ties have their mean rank. The correlation is 0 in a resample in which either side is constant.
     """
-    n, found = len(targets), dict[str, float]()
+    n, results = len(targets), dict[str, float]()
     for name in names:
         of_rows = functools.partial(_correlation, name, predictions, targets)
         drawn = [*map(of_rows, resamples(n, DRAWS, SEED))]
-        found |= metrics.with_ends(name, of_rows(slice(None)), *ends(drawn))
-    return found | {"n": n}
+        results |= metrics.with_ends(name, of_rows(slice(None)), *ends(drawn))
+    return results | {"n": n}
 
 
 def _correlation(name: str, x: np.ndarray, y: np.ndarray, rows: Any) -> float:

@@ -1,7 +1,5 @@
 """Damage by removing each neuron alone; the forward pass starts at the state before its layer."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util
@@ -69,9 +67,9 @@ def lesions(settings: LesionSettings, model: Model, workdir: epath.Path) -> dict
     """
     model, _ = fold_all(model)
     require_language_model(model.config, "the NLL of lesions")
-    found = massive_weights(model.config, model.params, settings.layer, settings.token)
+    massive = massive_weights(model.config, model.params, settings.layer, settings.token)
     blocks = {place.layer: block for place, block in ffn_blocks(model.config, model.params)}
-    chosen = draw_neurons(model.config, found.layer, settings.others, settings.seed)
+    chosen = draw_neurons(model.config, massive.layer, settings.others, settings.seed)
     # Neuron -1 (no removal) appears once for each drawn layer.
     ranks = {layer: entropy_ranks(blocks[layer], layer) for layer, i in chosen if i < 0}
     damages = _damages(settings, model, chosen, workdir)
@@ -81,12 +79,12 @@ def lesions(settings: LesionSettings, model: Model, workdir: epath.Path) -> dict
             "neuron": i,
             "damage": damages[layer, i] - damages[layer, -1],
             "entropy_rank": float(ranks[layer][i]),
-            "bos": float(found.states[layer, i]),
+            "bos": float(massive.states[layer, i]),
         }
         for layer, i in chosen
         if i >= 0
     ]
-    result = {"layer_index": found.layer, "nll": damages[found.layer, -1], "neurons": neurons}
+    result = {"layer_index": massive.layer, "nll": damages[massive.layer, -1], "neurons": neurons}
     _say(result)
     _draw(result, workdir)
     return result
@@ -99,8 +97,8 @@ def draw_neurons(config: ModelConfig, layer: int, others: int, seed: int) -> lis
     some = sorted(rest[i] for i in picks)
     chosen = [(layer, i) for i in range(config.ffn_widths[layer])] + some
     result = []
-    for own in dict.fromkeys(i for i, _ in chosen):
-        result += [(own, -1), *((i, j) for i, j in chosen if i == own)]
+    for drawn_layer in dict.fromkeys(i for i, _ in chosen):
+        result += [(drawn_layer, -1), *((i, j) for i, j in chosen if i == drawn_layer)]
     return result
 
 
@@ -117,8 +115,8 @@ def _damages(
 
     `observe` computes the states before each layer; the loop is over changed weights, not data.
     """
-    kept = read_metrics(workdir / "metrics.jsonl")
-    done = {(row["layer"], row["neuron"]): float(row["nll"]) for row in kept}
+    logged = read_metrics(workdir / "metrics.jsonl")
+    done = {(row["layer"], row["neuron"]): float(row["nll"]) for row in logged}
     tree, states, at = unstack(model.params), None, None
     rows, options = settings.rows(model), settings.options
     with MetricsWriter(workdir, resume_step=len(chosen), tensorboard=False) as writer:
@@ -143,12 +141,12 @@ def resumed(
 ) -> tuple[ModelConfig, dict]:
     """The layers from `layer` on, as a model whose embedding of token i is the i-th state."""
     layers, kernel = tree["layers"][layer:], tree["embed"]["embedding"].T
-    own = dataclasses.replace(
+    tail_config = dataclasses.replace(
         config, layers=config.layers[layer:], tied=False, embedding_multiplier=1.0
     )
     params = {**tree, "layers": layers, "head": tree.get("head", {"kernel": kernel})}
     params["embed"] = {"embedding": np.asarray(states_btd).reshape(-1, config.d_model)}
-    return own, restack(own, params)
+    return tail_config, restack(tail_config, params)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -185,8 +183,8 @@ def _draw(result: dict, workdir: epath.Path) -> None:
     panels = []
     for key, xlabel in (("bos", "|h| on bos"), ("entropy_rank", "entropy rank (1: removed first)")):
         lines = []
-        for label, own in groups.items():
-            some = [x for x in result["neurons"] if (x["layer"] == result["layer_index"]) == own]
+        for label, inside in groups.items():
+            some = [x for x in result["neurons"] if (x["layer"] == result["layer_index"]) == inside]
             damage = np.array([[max(row["damage"], LEAST) for row in some]])
             lines.append(Line(label, [row[key] for row in some], damage))
         panels.append(Panel("", lines, xlabel, "nats lost (at least 1e-6)", True, dots=True))

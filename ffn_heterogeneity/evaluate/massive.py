@@ -1,7 +1,5 @@
 """The layer where massive activations begin, and the weights that cause them (MW, section 2)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -50,7 +48,7 @@ def massive(settings: MassiveSettings, model: Model, workdir: epath.Path) -> dic
     Raises:
       ValueError: as `massive_weights`.
     """
-    found = massive_weights(model.config, model.params, settings.layer, settings.token)
+    largest = massive_weights(model.config, model.params, settings.layer, settings.token)
     token = model.config.bos_id if settings.token is None else settings.token
     options = settings.options
     seen = _seen(model, options, [token])
@@ -59,11 +57,11 @@ def massive(settings: MassiveSettings, model: Model, workdir: epath.Path) -> dic
         for i in range(model.config.n_layers)
     ]
     result = {
-        "layer": found.layer + 1,
-        "layer_index": found.layer,
+        "layer": largest.layer + 1,
+        "layer_index": largest.layer,
         "token": token,
-        "indices": found.indices[:TOP].tolist(),
-        "magnitudes": found.magnitudes[:TOP].tolist(),
+        "indices": largest.indices[:TOP].tolist(),
+        "magnitudes": largest.magnitudes[:TOP].tolist(),
         "layers": layers,
         "bos": {},
     }

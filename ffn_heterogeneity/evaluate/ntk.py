@@ -11,8 +11,6 @@ the block's inputs and the gradients of its outputs, token by token, from which 
 kernels are summed over columns of the gradients, so no example's full gradient is in memory.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -80,20 +78,20 @@ def token_states(
       ValueError: non-finite values.
     """
     shape = (len(data), max(map(len, data.ids)), model.config.d_model)
-    params, found = jax.device_put(model.params), {}
+    params, states = jax.device_put(model.params), {}
     lengths = sorted({*range(32, shape[1], 32), shape[1]})
     with bar(progress, total=len(data)) as shown:
         for rows, batch in in_order_of_length(data, min(batch_size, len(data)), lengths):
             seen = jax.device_get(_states(model.config, options, layer, params, batch))
             for name, value in seen.items():
                 value = np.where(batch["segment_ids"][..., None] > 0, value, 0)
-                whole = found.setdefault(name, np.zeros(shape, value.dtype))
-                whole[rows, : value.shape[1]] = value[: len(rows)]
+                padded = states.setdefault(name, np.zeros(shape, value.dtype))
+                padded[rows, : value.shape[1]] = value[: len(rows)]
             shown.update(len(rows))
-    for name, value in found.items():
+    for name, value in states.items():
         if not np.isfinite(value).all():
             raise ValueError(f"{model.source}, layer {layer}: {name} is not finite")
-    return found
+    return states
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -173,9 +171,9 @@ def tangent_kernels(
             outer = Outer(outer.b, outer.a, None if outer.mask is None else outer.mask.T)
         columns = max(1, MOST // (len(x) * outer.a.shape[2]))
         for start in range(0, outer.b.shape[2], columns):
-            part = slice(start, start + columns)
-            mask = None if outer.mask is None else outer.mask[:, part]
-            for name, added in _added(outer.a, outer.b[..., part], mask).items():
+            chunk = slice(start, start + columns)
+            mask = None if outer.mask is None else outer.mask[:, chunk]
+            for name, added in _added(outer.a, outer.b[..., chunk], mask).items():
                 made[name] += np.asarray(added, np.float64)
     return made
 

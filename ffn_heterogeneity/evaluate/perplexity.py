@@ -1,7 +1,5 @@
 """Perplexity over non-overlapping windows (as in MW's evaluation code; for NUCL's Table 4)."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Rows of results in JSONL files, written atomically."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

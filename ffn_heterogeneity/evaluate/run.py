@@ -1,7 +1,5 @@
 """`scripts/evaluate.py` and `scripts/analyze.py`: measurements of a model, by name."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ from ffn_heterogeneity.evaluate.classify import ClassifySettings, classify_file
 from ffn_heterogeneity.evaluate.compressions import NtkSettings, ntk
 from ffn_heterogeneity.evaluate.connectivity import connectivity
 from ffn_heterogeneity.evaluate.displacement import DisplacementSettings, displacement
-from ffn_heterogeneity.evaluate.inputs import ModelSettings, TextSettings
+from ffn_heterogeneity.evaluate.inputs import ModelSettings, PerplexitySettings
 from ffn_heterogeneity.evaluate.lesions import LesionSettings, lesions
 from ffn_heterogeneity.evaluate.massive import MassiveSettings, massive
 from ffn_heterogeneity.evaluate.perplexity import perplexity
@@ -51,15 +49,15 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
     Raises:
       ValueError: an invalid setting or file; the message names it.
     """
-    settings, found = check_config(config), EVALUATIONS[_chosen(config)[1]]
+    settings, evaluation = check_config(config), EVALUATIONS[_chosen(config)[1]]
     results = {key: config[key] for key in ("model", "analysis") if key in config}
     if "compute_dtype" in config:
         results["compute_dtype"] = str(settings.options.compute_dtype)
         print(f"computing in {results['compute_dtype']}", file=sys.stderr)
-    given = load(settings.model, revision=settings.revision) if found.loads else load
-    measured = found.measure(settings, given, workdir)
-    if found.line:
-        print(found.line(measured))
+    given = load(settings.model, revision=settings.revision) if evaluation.loads else load
+    measured = evaluation.measure(settings, given, workdir)
+    if evaluation.line:
+        print(evaluation.line(measured))
     results |= measured
     write_results(workdir, results)
     written = (path for kind in ("*.png", "*.csv") for path in sorted(workdir.glob(kind)))
@@ -88,9 +86,12 @@ def _chosen(config: Mapping[str, Any]) -> tuple[str, str]:
     return key, config.get(key, "perplexity")
 
 
-def score(settings: TextSettings, model: Model, workdir: epath.Path | None = None) -> dict:
+def score(settings: PerplexitySettings, model: Model, workdir: epath.Path | None = None) -> dict:
     """Perplexity of a model in memory."""
-    results = perplexity(model.config, model.params, settings.rows(model), **settings.how)
+    rows = settings.rows(model)
+    documents = settings.documents(model, len(rows)) if settings.document else None
+    results = perplexity(model.config, model.params, rows, **settings.how)
+    results |= {"window_documents": documents} if documents else {}
     bos = "in token_ids" if settings.token_ids else settings.bos
     return results | {"bos": bos, "model": settings.model}
 
@@ -134,7 +135,7 @@ def _labels_line(results: Mapping[str, Any]) -> str:
 
 
 EVALUATIONS = {
-    "perplexity": Measurement(TextSettings, score, _perplexity_line),
+    "perplexity": Measurement(PerplexitySettings, score, _perplexity_line),
     "tasks": Measurement(HarnessSettings, evaluate_tasks, _tasks_table),
     "answers": Measurement(AnswerSettings, evaluate_answers, _tasks_table),
     "chat": Measurement(ChatSettings, answer_questions, _chat_line),

@@ -8,8 +8,6 @@ and its position is its depth, so the results equal those of separate requests. 
 a row: there is almost no padding, and a whole evaluation needs one or two compiled programs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -132,15 +130,15 @@ def score(
     batches = [plan.rows[start : start + size] for start in range(0, len(plan.rows), size)]
     # One size for all batches, so one program.
     pairs = bucket(max(sum(len(row.asked) for row in rows) for rows in batches))
-    found: list[tuple[np.ndarray, np.ndarray]] = []
+    scores: list[tuple[np.ndarray, np.ndarray]] = []
     with bar(progress, total=len(requests)) as shown:
         in_row = np.bincount([row for row, _ in plan.places], minlength=len(plan.rows))
         for rows in batches:
-            done = len(found)
-            found += _score_rows(config, options, params, rows, (size, width, pairs))
-            shown.update(int(in_row[done : len(found)].sum()))
+            done = len(scores)
+            scores += _score_rows(config, options, params, rows, (size, width, pairs))
+            shown.update(int(in_row[done : len(scores)].sum()))
     return [
-        Score(float(found[row][0][asked].sum(dtype=np.float64)), bool(found[row][1][asked].all()))
+        Score(float(scores[row][0][asked].sum(dtype=np.float64)), bool(scores[row][1][asked].all()))
         for row, asked in plan.places
     ]
 

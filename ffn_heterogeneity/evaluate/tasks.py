@@ -1,7 +1,5 @@
 """Evaluation tasks, run by lm-evaluation-harness on a model in memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import numbers
@@ -205,28 +203,28 @@ def limited(sizes: Mapping[str, int], limit: int) -> dict[str, int]:
     return {name: share for name, share in shares.items() if share}
 
 
-def _summary(found: Mapping[str, Any], job: NamedTasks) -> dict[str, dict[str, Any]]:
+def _summary(output: Mapping[str, Any], job: NamedTasks) -> dict[str, dict[str, Any]]:
     """A row for every root, and for every task that is not part of a root's row."""
-    summary, told = {}, set()
+    summary, covered = {}, set()
     for name, tasks in job.leaves.items():
-        leaves = [leaf for leaf in tasks if leaf in found["n-samples"]]
+        leaves = [leaf for leaf in tasks if leaf in output["n-samples"]]
         if leaves:
-            summary[name] = _row(found, name, leaves)
+            summary[name] = _row(output, name, leaves)
         # A mean that the harness does not define may mix different kinds of tasks.
         if getattr(job.roots[name], "has_aggregation", True):
-            told |= {*leaves}
-    rest = [task for task in found["n-samples"] if task not in told and task not in summary]
-    return summary | {task: _row(found, task, [task]) for task in rest}
+            covered |= {*leaves}
+    rest = [task for task in output["n-samples"] if task not in covered and task not in summary]
+    return summary | {task: _row(output, task, [task]) for task in rest}
 
 
-def _row(found: Mapping[str, Any], name: str, leaves: Sequence[str]) -> dict[str, Any]:
+def _row(output: Mapping[str, Any], name: str, leaves: Sequence[str]) -> dict[str, Any]:
     """The harness's numbers of `name`, else the means of its tasks, weighted by questions."""
-    sizes = [found["n-samples"][leaf]["effective"] for leaf in leaves]
-    row: dict[str, Any] = {"n": sum(sizes), "shots": found["n-shot"].get(leaves[0])}
+    sizes = [output["n-samples"][leaf]["effective"] for leaf in leaves]
+    row: dict[str, Any] = {"n": sum(sizes), "shots": output["n-shot"].get(leaves[0])}
     # The harness's mean of a group is not used with a limit.
-    own = _metrics(found["results"].get(name, {}))
-    each = [own] if own else [_metrics(found["results"].get(leaf, {})) for leaf in leaves]
-    weights = [row["n"]] if own else sizes
+    group = _metrics(output["results"].get(name, {}))
+    each = [group] if group else [_metrics(output["results"].get(leaf, {})) for leaf in leaves]
+    weights = [row["n"]] if group else sizes
     for label in dict.fromkeys(label for one in each for label in one):
         values = [one[label] for one in each if label in one]
         shares = [n for one, n in zip(each, weights, strict=True) if label in one]
@@ -240,9 +238,9 @@ def _row(found: Mapping[str, Any], name: str, leaves: Sequence[str]) -> dict[str
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
     """Convert the harness's "acc,none" etc. to {"acc": 0.5, "exact_match_strict-match": 0.1}."""
-    found = {}
+    metrics = {}
     for key, value in values.items():
         metric, _, filtered = key.partition(",")
         if isinstance(value, numbers.Real) and filtered and not metric.endswith("_stderr"):
-            found[metric if filtered == "none" else f"{metric}_{filtered}"] = float(value)
-    return found
+            metrics[metric if filtered == "none" else f"{metric}_{filtered}"] = float(value)
+    return metrics

@@ -5,8 +5,6 @@ first. A reference is `{"texts": [...]}`; texts are tokenized with sacrebleu's d
 cased). Values are on sacrebleu's scale, 0 to 100; TER (lower is better) may exceed 100.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

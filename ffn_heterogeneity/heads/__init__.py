@@ -6,8 +6,6 @@ language-model head is `models.causal_lm.logits`: its matrix may be the tied emb
 never materializes its output.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,13 +49,15 @@ def with_head(
     """
     if head is None:
         return config, params
-    own = config.head  # from an older version, it has fewer settings
-    same = own and own.name == head.name and head.settings | own.settings == head.settings
+    current = config.head  # from an older version, it has fewer settings
+    same = (
+        current and current.name == head.name and head.settings | current.settings == head.settings
+    )
     if same and ROOT in params:
         return dataclasses.replace(config, head=head), params
-    if own and not same:
+    if current and not same:
         raise ValueError(
-            f"the model has a head {own.name!r} with {own.text}, the objective needs "
+            f"the model has a head {current.name!r} with {current.text}, the objective needs "
             f"{head.name!r} with {head.text}: begin with a model that has none"
         )
     made = make_head(config, head)

@@ -1,7 +1,5 @@
 """The interface of task heads."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -10,8 +10,6 @@ regardless of the model's file: BERT's pooler (a dense layer of the head if the 
 RoBERTa's dense and tanh (never a pooler), a decoder's projection without a bias.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -94,7 +92,7 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
     Raises:
       ValueError: an invalid setting.
     """
-    own = settings_of(Classification, settings)
+    options = settings_of(Classification, settings)
     roberta = model.is_encoder and family_by_name(model.family).dense
     dense = roberta or (model.is_encoder and not model.pooler)
     leaves = {"out/kernel": weights("d_model", "outputs", cut=False)}
@@ -103,17 +101,17 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
     if dense:
         leaves["dense/kernel"] = weights("d_model", "pooled", cut=False)
         leaves["dense/bias"] = Leaf(("pooled",), 0.0, cut=False)
-    if own.pooling in LEARNING:
+    if options.pooling in LEARNING:
         leaves["lambda"] = Leaf(("layers",), 0.0, cut=False)
-    if own.pooling == "scalar_mix":
+    if options.pooling == "scalar_mix":
         leaves["gamma"] = Leaf((), 1.0, decays=True, cut=False)
 
     def apply(params: dict, outputs: dict, batch: Mapping[str, jax.Array], drop) -> jax.Array:
         head = params[ROOT]
-        if own.pooling == "last":
+        if options.pooling == "last":
             x_bd = pooled(outputs["hidden"], batch, model.is_encoder)
         else:
-            x_bd = _summed(model, own, params, outputs["probes"]["pooled"])
+            x_bd = _summed(model, options, params, outputs["probes"]["pooled"])
         if model.is_encoder:
             x_bd = drop(x_bd) if roberta else x_bd
             # (Heads on a RoBERTa with a pooler were once trained without a dense layer.)
@@ -123,28 +121,32 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
         return _linear(x_bd.astype(jnp.promote_types(x_bd.dtype, jnp.float32)), head["out"])
 
     def says(head: Mapping[str, Any]) -> dict[str, Any]:
-        if own.pooling == "last":
+        if options.pooling == "last":
             return {}
         weights = depth_weights(head, model.n_layers)
-        told = {"lambda": head.get("lambda"), "gamma": head.get("gamma"), "depth_weights": weights}
-        return {name: jax.device_get(value) for name, value in told.items() if value is not None}
+        learnt = {
+            "lambda": head.get("lambda"),
+            "gamma": head.get("gamma"),
+            "depth_weights": weights,
+        }
+        return {name: jax.device_get(value) for name, value in learnt.items() if value is not None}
 
-    probe = pooled_probe(model.is_encoder, own.final_norm == "hidden_states")
-    probes = () if own.pooling == "last" else (probe,)
-    return Head(leaves, apply, says, probes, {"outputs": own.outputs})
+    probe = pooled_probe(model.is_encoder, options.final_norm == "hidden_states")
+    probes = () if options.pooling == "last" else (probe,)
+    return Head(leaves, apply, says, probes, {"outputs": options.outputs})
 
 
-def _summed(model: ModelConfig, own: Classification, params: dict, state_lbd: jax.Array):
+def _summed(model: ModelConfig, options: Classification, params: dict, state_lbd: jax.Array):
     """The weighted sum [B, D], in the states' dtype."""
     head = params[ROOT]
     wide_lbd = state_lbd.astype(jnp.promote_types(state_lbd.dtype, jnp.float32))
-    if own.pooling == "scalar_mix":
+    if options.pooling == "scalar_mix":
         centred = wide_lbd - jnp.mean(wide_lbd, -1, keepdims=True)
         variance = jnp.mean(centred * centred, -1, keepdims=True)
         wide_lbd = head["gamma"] * centred * jax.lax.rsqrt(variance + _EPSILON)
     weights_l = depth_weights(head, model.n_layers).astype(wide_lbd.dtype)
     x_bd = jnp.einsum("l,lbd->bd", weights_l, wide_lbd).astype(state_lbd.dtype)
-    return finish(model, params, x_bd) if own.final_norm == "pooled" else x_bd
+    return finish(model, params, x_bd) if options.final_norm == "pooled" else x_bd
 
 
 def _linear(x: jax.Array, leaves: Mapping[str, jax.Array]) -> Any:

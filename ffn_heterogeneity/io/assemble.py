@@ -1,7 +1,5 @@
 """Assembly of stored tensors into a parameter tree by name rules; each is used exactly once."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,11 +37,11 @@ def all_finite(array: np.ndarray, chunk: int = 1 << 18) -> bool:
     flat = array.reshape(-1)
     infinity = _EXPONENTS.get(array.dtype)
     for start in range(0, flat.size, chunk):
-        part = flat[start : start + chunk]
+        values = flat[start : start + chunk]
         if infinity is None:
-            if not np.isfinite(part).all():
+            if not np.isfinite(values).all():
                 return False
-        elif (part.view(np.uint16) & 0x7FFF).max() >= infinity:  # without the sign
+        elif (values.view(np.uint16) & 0x7FFF).max() >= infinity:  # without the sign
             return False
     return True
 
@@ -72,7 +70,7 @@ def assemble(
     rules: Iterable[Rule],
     tensors: Mapping[str, Stored],
     redundant: Iterable[str] = (),
-    beside: Mapping[str, tuple[int, ...]] | None = None,
+    extra_shapes: Mapping[str, tuple[int, ...]] | None = None,
     *,
     transform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] | None = None,
     dtype: Any = None,
@@ -84,7 +82,7 @@ def assemble(
       rules: the family's rules for this kind of file.
       redundant: regexes of tensors that may be ignored. A head tensor next to tied embeddings is
         also ignored if it equals them.
-      beside: {path: shape} of additional leaves that are not part of the model.
+      extra_shapes: {path: shape} of additional leaves that are not part of the model.
       transform: `(config, path, leaf) -> leaf` applied to each leaf.
       dtype: dtype to cast to; None keeps each tensor's dtype.
 
@@ -93,7 +91,7 @@ def assemble(
         infinity.
     """
     rules, leaves = list(rules), {}
-    leaf_shapes(config, rules, tensors, redundant, beside)
+    leaf_shapes(config, rules, tensors, redundant, extra_shapes)
     tensors = without_tied(config, rules, tensors)
     for rule in rules:
         arrays = [checked(name, tensors[name], check_finite) for name in rule.names]
@@ -110,14 +108,14 @@ def leaf_shapes(
     rules: Sequence[Rule],
     tensors: Mapping[str, Stored],
     redundant: Iterable[str],
-    beside: Mapping[str, tuple[int, ...]] | None = None,
+    extra_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return `{path: shape and dtype}` of the leaves of `assemble` without reading a tensor.
 
     Raises:
       CheckpointError: a tensor is missing, extra, of the wrong shape, or not of a float type.
     """
-    shapes, leaves = expected_shapes(config) | dict(beside or {}), {}
+    shapes, leaves = expected_shapes(config) | dict(extra_shapes or {}), {}
     wanted = {name for rule in rules for name in rule.names}
     if missing := [name for rule in rules for name in rule.names if name not in tensors]:
         source = next(iter(tensors.values())).file if tensors else "the checkpoint"
@@ -179,4 +177,4 @@ def _equal(a: np.ndarray, b: np.ndarray, chunk: int = 1 << 24) -> bool:
         return False
     a, b = a.reshape(-1), b.reshape(-1)
     parts = (slice(start, start + chunk) for start in range(0, a.size, chunk))
-    return all(np.array_equal(a[part], b[part]) for part in parts)
+    return all(np.array_equal(a[span], b[span]) for span in parts)

@@ -1,7 +1,5 @@
 """Checkpoints of a run: orbax arrays, JSON, and a manifest that detects damage."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -206,18 +204,18 @@ class Checkpoints:
     def _seal_frozen(self, leaves: dict[str, Any]) -> str | None:
         """Write the frozen leaves unless they exist; return the digest of their manifest."""
         if leaves and self._sealed is None:
-            with contextlib.closing(Checkpoints(_frozen_beside(self.directory))) as own:
-                own.save(0, leaves, {})
-                own.wait()
+            with contextlib.closing(Checkpoints(_frozen_beside(self.directory))) as store:
+                store.save(0, leaves, {})
+                store.wait()
             self._sealed = _manifest_digest(self.directory)
         return self._sealed if leaves else None
 
     def _read_frozen(self, name: epath.Path, record: dict, wanted: dict) -> dict[str, Any]:
-        with contextlib.closing(Checkpoints(_frozen_beside(self.directory))) as own:
-            leaves, _ = own.restore(wanted, 0)
+        with contextlib.closing(Checkpoints(_frozen_beside(self.directory))) as store:
+            leaves, _ = store.restore(wanted, 0)
         if _manifest_digest(self.directory) != record["frozen"]["digest"]:
             raise CheckpointError(
-                f"{own.directory} is not what checkpoint {name} was written with: restore the "
+                f"{store.directory} is not what checkpoint {name} was written with: restore the "
                 "frozen leaves of that run, or start again in a new work directory"
             )
         return leaves
@@ -287,8 +285,8 @@ class _LatestAndBest:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
         latest = sorted(info.step for info in checkpoints)[-self.owner.keep :]
-        kept = {*latest, *(self.owner._best_by(step) for step in latest)}
-        return [info.step in kept for info in checkpoints]
+        preserved = {*latest, *(self.owner._best_by(step) for step in latest)}
+        return [info.step in preserved for info in checkpoints]
 
 
 def _frozen_beside(directory: epath.Path) -> epath.Path:

@@ -5,8 +5,6 @@ Each line has the limit in seconds and the input. The kernel enforces the limits
 Python operation (`'x' * 10**11`, `9**9**9`) can exhaust time or memory.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os
@@ -42,8 +40,8 @@ def tokenizer() -> Callable[[Any], dict[str, Any]]:
     def encode(path: Any) -> dict[str, Any]:
         count, text = 0, _sample()
         made = Tokenizer.from_file(path)
-        for part in text:
-            count += len(made.encode(part).ids)
+        for sample in text:
+            count += len(made.encode(sample).ids)
         too_long = count > 64 * sum(map(len, text))
         return {"runaway": f"makes {count:,} tokens of a page"} if too_long else {"tokens": count}
 

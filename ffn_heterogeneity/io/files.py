@@ -1,7 +1,5 @@
 """Atomic files: written under a temporary name, then moved."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -90,8 +88,8 @@ def _remove_leftovers(path: epath.Path) -> None:
         rf"\.{re.escape(path.stem)}\.[0-9a-f]{{8}}\.partial{re.escape(path.suffix)}"
         rf"|\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.old"
     )
-    for found in filter(name.fullmatch, os.listdir(path.parent)):
-        left = path.parent / found
+    for entry in filter(name.fullmatch, os.listdir(path.parent)):
+        left = path.parent / entry
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             if os.path.islink(left):  # not made here, and it may point anywhere
                 os.unlink(left)

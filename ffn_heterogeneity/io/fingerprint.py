@@ -1,7 +1,5 @@
 """Fingerprints that detect changes of a file or directory without reading all of it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path
@@ -17,15 +15,15 @@ def fingerprint(path: str | os.PathLike) -> str:
     middle of a large file, without a change of size, may go unnoticed. A directory's hidden files
     (metadata of downloads) and model card are ignored.
     """
-    path, found = Path(path), hashlib.sha256()
+    path, hasher = Path(path), hashlib.sha256()
     if not path.is_dir():
-        found.update(_sampled(path))
-        return found.hexdigest()
+        hasher.update(_sampled(path))
+        return hasher.hexdigest()
     for file in sorted(one for one in path.rglob("*") if one.is_file()):
         name = file.relative_to(path)
-        if name != Path("README.md") and not any(part.startswith(".") for part in name.parts):
-            found.update(name.as_posix().encode() + b"\0" + _sampled(file))
-    return found.hexdigest()
+        if name != Path("README.md") and not any(segment.startswith(".") for segment in name.parts):
+            hasher.update(name.as_posix().encode() + b"\0" + _sampled(file))
+    return hasher.hexdigest()
 
 
 def of_model(directory: str | os.PathLike) -> dict[str, str]:
@@ -34,15 +32,15 @@ def of_model(directory: str | os.PathLike) -> dict[str, str]:
     Reports identify the model by it even if files are moved. Empty for a model in a bucket, which
     would have to be downloaded.
     """
-    found = fingerprint(directory) if os.path.isdir(directory) else ""
-    return {"model_fingerprint": found}
+    digest = fingerprint(directory) if os.path.isdir(directory) else ""
+    return {"model_fingerprint": digest}
 
 
 def _sampled(path: Path) -> bytes:
     size = path.stat().st_size
-    found = hashlib.sha256(str(size).encode())
+    hasher = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         for start in (0, size // 2, max(0, size - SAMPLE)):
             file.seek(start)
-            found.update(file.read(SAMPLE))
-    return found.digest()
+            hasher.update(file.read(SAMPLE))
+    return hasher.digest()

@@ -1,7 +1,5 @@
 """Loading of models and configs from a directory, a GGUF file, a preset's name or a hub id."""
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import functools
@@ -60,9 +58,9 @@ class Model:
         """Raise AttributeError; the message names the function that replaces a known method."""
         import ffn_heterogeneity as fh
 
-        found = (fh.GUESSES | fh.METHODS).get(name, "")
-        way = ": functions take the model: " if found.startswith("fh.") else ": that is "
-        raise AttributeError(f"a Model has no {name!r}{way if found else ''}{found}")
+        hint = (fh.GUESSES | fh.METHODS).get(name, "")
+        way = ": functions take the model: " if hint.startswith("fh.") else ": that is "
+        raise AttributeError(f"a Model has no {name!r}{way if hint else ''}{hint}")
 
     @products()
     def __call__(self, input_ids: Any, attention_mask: Any = None, **others: Any) -> jax.Array:
@@ -89,10 +87,10 @@ class Model:
         config, leaves = self.config, flatten(self.params)
         counts = dict.fromkeys(("embed", "attention", "ffn", "norms and others"), 0)
         for path, leaf in leaves.items():
-            part = next((name for name in counts if name in path.split("/")), "norms and others")
-            counts[part] += int(np.prod(leaf.shape))
+            group = next((name for name in counts if name in path.split("/")), "norms and others")
+            counts[group] += int(np.prod(leaf.shape))
         widths = sorted(set(config.ffn_widths))
-        kept = {path.split("/")[-1] for path in leaves} & {*adapter_leaves(), *FFN_LEAVES}
+        structure = {path.split("/")[-1] for path in leaves} & {*adapter_leaves(), *FFN_LEAVES}
         rows = {
             "source": self.source,
             "family": config.family,
@@ -104,7 +102,7 @@ class Model:
             "parameters": f"{sum(counts.values()):,}",
             **{f"  {name}": f"{count:,}" for name, count in counts.items()},
             "dtypes": ", ".join(sorted({str(leaf.dtype) for leaf in leaves.values()})),
-            "structure": ", ".join(sorted(kept)) or "plain weights",
+            "structure": ", ".join(sorted(structure)) or "plain weights",
             "tokenizer": "none" if self.tokenizer is None else type(self.tokenizer).__name__,
         }
         return "\n".join(f"{name:<19}{value}" for name, value in rows.items())
@@ -241,14 +239,14 @@ def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> A
     """
     _, path = _find(spec, revision, only=tokenizer_files.FILES)
     if _is_file(path):
-        found = gguf_tokenizer.read_tokenizer(gguf_file.open_gguf(path))
+        tokenizer = gguf_tokenizer.read_tokenizer(gguf_file.open_gguf(path))
     else:
-        found = tokenizer_files.read_tokenizer(path)
-    if found is None and peft.is_adapter(path):
+        tokenizer = tokenizer_files.read_tokenizer(path)
+    if tokenizer is None and peft.is_adapter(path):
         return _of_base(load_tokenizer, path)
-    if found is None:
+    if tokenizer is None:
         raise CheckpointError(f"{spec} holds no tokenizer: give a directory with tokenizer.json")
-    return found
+    return tokenizer
 
 
 def model_directory(spec: str | os.PathLike, *, revision: str | None = None) -> Path:

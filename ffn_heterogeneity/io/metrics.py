@@ -1,7 +1,5 @@
 """Metrics of a run: `metrics.jsonl` (one object per line), TensorBoard events, Weights & Biases."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -71,15 +69,15 @@ class MetricsWriter(contextlib.AbstractContextManager):
         if jax.process_index() != 0:
             return
         directory.mkdir(parents=True, exist_ok=True)
-        kept = [] if resume_step is None else read_metrics(self.path, last_step=resume_step)
-        kept = kept[:resume_rows]
-        if lost := resume_rows and resume_rows - len(kept):
+        rows = [] if resume_step is None else read_metrics(self.path, last_step=resume_step)
+        rows = rows[:resume_rows]
+        if lost := resume_rows and resume_rows - len(rows):
             steps = (
-                spans(missing_steps(kept, range(1, (resume_step or 0) + 1))) or "evaluations alone"
+                spans(missing_steps(rows, range(1, (resume_step or 0) + 1))) or "evaluations alone"
             )
             said = f"{self.path}: {lost} of {resume_rows} rows are lost, of steps: {steps}"
             print(said, file=sys.stderr)
-        lines = [json.dumps(row) + "\n" for row in kept]
+        lines = [json.dumps(row) + "\n" for row in rows]
         self.rows = len(lines)
         write_text(self.path, "".join(lines))
         if wandb:

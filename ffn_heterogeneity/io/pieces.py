@@ -3,8 +3,6 @@
 The result has the same bytes as that of the `safetensors` library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -58,8 +56,8 @@ class Pieces:
         """
         if array.shape != self.specs[name].shape:
             raise ValueError(f"{name} has shape {array.shape}, planned as {self.specs[name].shape}")
-        whole = by_rows(array) if array.ndim == 2 else array
-        self.write_part(name, 0, whole.reshape(-1))
+        row_major = by_rows(array) if array.ndim == 2 else array
+        self.write_part(name, 0, row_major.reshape(-1))
 
     def write_part(self, name: str, first: int, flat: np.ndarray) -> None:
         """Write part of a tensor, from element `first` on, cast to its dtype."""

@@ -4,8 +4,6 @@ Errors name the file (and the line) and the problem in one line. Links to regula
 followed, because the hub's cache consists of them.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import os
@@ -58,9 +56,9 @@ def read_bytes(
     parts, size = [], 0
     with open_regular(path, error) as file:
         # The reported size may be wrong (/proc), and a large read allocates its memory at once.
-        while part := file.read(1 << 16):
-            parts.append(part)
-            if (size := size + len(part)) > limit:
+        while chunk := file.read(1 << 16):
+            parts.append(chunk)
+            if (size := size + len(chunk)) > limit:
                 raise error(f"{os.fspath(path)} has more than the {limit:,} bytes that are read")
     return b"".join(parts)
 
@@ -143,11 +141,11 @@ def parse_json(
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         twice, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"the name {twice!r:.60} is twice in one object")
-    return found
+    return mapping
 
 
 def _int(digits: str) -> int:

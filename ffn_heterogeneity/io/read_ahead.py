@@ -1,7 +1,5 @@
 """Read-ahead: a thread brings bytes of files into the page cache before they are needed."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence

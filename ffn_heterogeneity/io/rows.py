@@ -5,8 +5,6 @@ lists every name. Directories of earlier versions have no rows.jsonl: `rows_of` 
 rows from their results.json.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -57,6 +55,7 @@ _NO_MEASUREMENTS = (
     "protocol",
     "windows",
     "nll_windows",
+    "window_documents",
     "magnitudes",
     "answers",
     "processes",
@@ -154,9 +153,9 @@ def _of_list(values: Sequence[Any], name: str, where: dict[str, Any]) -> Iterato
         if _number(value) is not None:
             yield _row(name, value, where | {"layer": i})
         elif isinstance(value, Mapping):
-            own = {"layer": i} if name == "layers" else {}
+            place = {"layer": i} if name == "layers" else {}
             prefix = "" if name in ("layers", "history", "checkpoints", "neurons") else f"{name}/"
-            yield from _of_object(value, prefix, where | own | _places(value))
+            yield from _of_object(value, prefix, where | place | _places(value))
 
 
 def _places(values: Mapping[str, Any]) -> dict[str, int]:
@@ -167,8 +166,8 @@ def _places(values: Mapping[str, Any]) -> dict[str, int]:
 
 def _row(name: str, value: Any, where: Mapping[str, Any]) -> dict[str, Any]:
     split = next((one for one in SPLITS if name.startswith(one)), "")
-    own = {"split": split[:-1]} if split else {}
-    row = {"what": name.removeprefix(split), "value": value, **own, **where}
+    split_field = {"split": split[:-1]} if split else {}
+    row = {"what": name.removeprefix(split), "value": value, **split_field, **where}
     return {field: row[field] for field in FIELDS if field in row}
 
 
@@ -182,10 +181,10 @@ def _interval(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     if low is None or high is None:
         return {}
     split = next((one for one in SPLITS if name.startswith(one)), "")
-    found = {"low": low, "high": high}
+    interval = {"low": low, "high": high}
     if _is_int(values, f"{split}n"):
-        found["n"] = values[f"{split}n"]
-    return found | {"how": values.get("interval", "bootstrap" if split else "Wilson")}
+        interval["n"] = values[f"{split}n"]
+    return interval | {"how": values.get("interval", "bootstrap" if split else "Wilson")}
 
 
 def _is_end(values: Mapping[str, Any], name: str) -> bool:

@@ -3,8 +3,6 @@
 Archives are never extracted to disk.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator, Sequence
@@ -31,8 +29,8 @@ Texts = dict[str, str]  # file's name -> text
 def read_text(path: str) -> str:
     """Read a file of a run, in a folder or an archive; "" if it does not exist."""
     for end in ARCHIVES:
-        archive, found, member = path.partition(f"{end}/")
-        if found and os.path.isfile(archive + end):
+        archive, separator, member = path.partition(f"{end}/")
+        if separator and os.path.isfile(archive + end):
             return _members(archive + end).get(os.path.normpath(member), "")
     place = epath.Path(path)
     return _read(place, MAX_FILE) if place.exists() else ""
@@ -56,12 +54,12 @@ def read_listing(path: str | os.PathLike) -> dict[str, Any]:
 def folders(directory: str, read: Sequence[str]) -> Iterator[tuple[str, Texts]]:
     """Iterate over (path, texts) of the folders that contain such a file, parents first."""
     if directory.endswith(ARCHIVES):
-        found: dict[str, Texts] = {}
+        runs: dict[str, Texts] = {}
         for member, text in _members(directory).items():
             folder, name = os.path.split(member)
             if name in read:
-                found.setdefault(os.path.normpath(os.path.join(directory, folder)), {})[name] = text
-        yield from sorted(found.items())
+                runs.setdefault(os.path.normpath(os.path.join(directory, folder)), {})[name] = text
+        yield from sorted(runs.items())
         return
     root = epath.Path(directory)
     if not root.is_dir():

@@ -4,8 +4,6 @@ The `safetensors` library validates the header; the data is memory-mapped, so an
 no memory and a checkpoint is never in memory twice.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

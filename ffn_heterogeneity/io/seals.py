@@ -36,16 +36,16 @@ def problem(folder: epath.Path) -> str | None:
         return f"{MANIFEST} is missing"
     except (ValueError, TypeError, AttributeError):
         return f"{MANIFEST} is not the JSON that was written"
-    found = {str(path.relative_to(folder)): path for path in walk(folder)}
+    files = {str(path.relative_to(folder)): path for path in walk(folder)}
     for name, (size, checksum) in sums.items():
-        if name not in found:
+        if name not in files:
             return f"{name} is missing"
-        length = found[name].stat().length
+        length = files[name].stat().length
         if length != size:
             return f"{name} has {length} bytes instead of {size}"
-        if _crc32(found[name]) != checksum:
+        if _crc32(files[name]) != checksum:
             return f"{name} was altered (its CRC-32 differs)"
-    unlisted = sorted({*found} - {*sums, *LATE, MANIFEST})
+    unlisted = sorted({*files} - {*sums, *LATE, MANIFEST})
     return f"{MANIFEST} does not list {unlisted[0]}" if unlisted else None
 
 

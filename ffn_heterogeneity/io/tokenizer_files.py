@@ -8,8 +8,6 @@ kinds of text, while this process imports `transformers`. A text made for the pu
 exceed the limits of a tokenizer that passes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -108,7 +106,7 @@ def save_tokenizer(tokenizer: Any, directory: Path, types: bool) -> None:
     made = {"tokenizer_class": _GENERIC[0], "clean_up_tokenization_spaces": False}  # in memory
     original = getattr(tokenizer, "original_config", made)
     # Without code, and without the content of chat_template.jinja.
-    kept = {k: v for k, v in original.items() if k not in ("auto_map", "chat_template")}
+    settings = {k: v for k, v in original.items() if k not in ("auto_map", "chat_template")}
     values = {k: v for k, v in read_object(path).items() if k != "auto_map"}
     for name in ("backend", "is_local", "local_files_only", "tokenizer_class"):
         values.pop(name, None)
@@ -116,8 +114,8 @@ def save_tokenizer(tokenizer: Any, directory: Path, types: bool) -> None:
         values.pop("clean_up_tokenization_spaces", None)
     if isinstance(values.get("extra_special_tokens"), list):
         values["additional_special_tokens"] = values.pop("extra_special_tokens")
-        kept.pop("extra_special_tokens", None)
-    values = kept | values
+        settings.pop("extra_special_tokens", None)
+    values = settings | values
     # (transformers 4's generic class names none itself; a decoder's copy is left as it was.)
     generic = values.get("tokenizer_class")
     if generic == _GENERIC[0] or (generic == _GENERIC[1] and types):
@@ -134,7 +132,7 @@ def _settings(directory: Path) -> dict[str, Any]:
     Raises:
       CheckpointError: this or another tokenizer file is too large, malformed, or has a wrong type.
     """
-    found: dict[str, dict[str, Any]] = {}
+    by_file: dict[str, dict[str, Any]] = {}
     for path in sorted({path for pattern in FILES for path in directory.glob(pattern)}):
         if path.is_dir():  # a training folder
             continue
@@ -145,7 +143,7 @@ def _settings(directory: Path) -> dict[str, Any]:
         path = directory / name
         if not path.is_file():
             continue
-        values = found[name] = read_object(path)
+        values = by_file[name] = read_object(path)
         for key, kind in _KINDS.items():
             if not isinstance(values.get(key), (kind, type(None))):
                 raise CheckpointError(f"{path}: {key}={values[key]!r:.60} is of a wrong type")
@@ -158,7 +156,7 @@ def _settings(directory: Path) -> dict[str, Any]:
         for token in (token for group in groups for token in group):
             if not re.fullmatch(r"\w+_tokens?", token):
                 raise CheckpointError(f"{path}: a special token named {token!r:.60}, not *_token")
-    return found.get(_CONFIG, {})
+    return by_file.get(_CONFIG, {})
 
 
 def _try(path: Path) -> str | None:

@@ -1,7 +1,5 @@
 """Work directories of runs, which record config, command, versions and input fingerprints."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os
@@ -205,12 +203,12 @@ def finished(workdir: str | os.PathLike) -> dict[str, Any] | None:
 def _own(path: epath.Path) -> dict[str, Any]:
     """Read a JSON object that a run wrote."""
     try:
-        found = read_object(path)
+        record = read_object(path)
     except (OSError, ValueError) as error:
         raise WorkdirError(f"{error}: put the file back, or use another --workdir") from None
-    if not found and path.name == "results.json":
+    if not record and path.name == "results.json":
         raise WorkdirError(f"{path} is empty: remove it, then the run continues")
-    return found
+    return record
 
 
 def release_workdir(workdir: str | os.PathLike, before: Collection[str] = ()) -> bool:
@@ -225,11 +223,11 @@ def release_workdir(workdir: str | os.PathLike, before: Collection[str] = ()) ->
     path = epath.Path(workdir)
     if not (path / "config.json").exists():  # not the claimed directory: a lost mount
         return False
-    found = [child for child in _children(workdir) if child.name not in before]
+    children = [child for child in _children(workdir) if child.name not in before]
     # Remaining folders are finished stages or seeds; other files are the user's.
-    if any((child.is_dir() or child.name in OUTPUTS) and _has_step(child) for child in found):
+    if any((child.is_dir() or child.name in OUTPUTS) and _has_step(child) for child in children):
         return False
-    for child in found:
+    for child in children:
         if child.is_dir():
             child.rmtree()
         elif child.name in (*CLAIM, *UNSTARTED):
@@ -259,7 +257,7 @@ def resume_command(workdir: str | os.PathLike) -> str:
     It names the work directory even if this process was started without one.
     """
     command = [sys.executable or "python", *sys.argv]
-    if not any(part.lstrip("-").split("=")[0] == "workdir" for part in sys.argv[1:]):
+    if not any(argument.lstrip("-").split("=")[0] == "workdir" for argument in sys.argv[1:]):
         command.append(f"--workdir={os.fspath(workdir)}")
     return shell_line(command)
 
@@ -275,15 +273,15 @@ def inputs_of(config: Mapping[str, Any]) -> dict[str, str]:
 
     Directories of checkpoints are omitted, because they grow while their run continues.
     """
-    found = {}
+    fingerprints = {}
     for key, value in flatten_config(config).items():
         if key.split(".")[-1] not in INPUTS or not isinstance(value, str) or not value:
             continue
         # In a directory of prepare_data.py only the shards: it also stores its commands there.
         value = f"{value}/tokens" if os.path.isdir(f"{value}/tokens") else value
         if os.path.isfile(value) or (os.path.isdir(value) and not _series(value)):
-            found[key] = fingerprint(value)
-    return found
+            fingerprints[key] = fingerprint(value)
+    return fingerprints
 
 
 def _series(directory: str) -> bool:

@@ -1,7 +1,5 @@
 """Common parts of the launchers: flags, help, the work directory, one-line errors."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os
@@ -223,7 +221,7 @@ def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
 
 def at_home(argument: str) -> str:
     """Expand `~/` at the start of an argument's value; shells do not expand it after "="."""
-    return re.sub(r"^(-[^=]*=)?~(?=/)", lambda found: (found[1] or "") + str(Path.home()), argument)
+    return re.sub(r"^(-[^=]*=)?~(?=/)", lambda match: (match[1] or "") + str(Path.home()), argument)
 
 
 def may_be_none(config: ConfigDict, key: str) -> bool:
@@ -267,11 +265,11 @@ def way_out(typed: str) -> str:
         return f"write --config={typed}"
     config = flags.FLAGS["config"].value.to_dict() if "config" in flags.FLAGS else {}
     name, equals, value = typed.lstrip("-–—").partition("=")
-    own, keys = [x.name for x in _own_flags()], [f"config.{x}" for x in flatten_config(config)]
-    near = nearest(name, [*own, *keys]) if equals or name != typed else None
+    names, keys = [x.name for x in _own_flags()], [f"config.{x}" for x in flatten_config(config)]
+    near = nearest(name, [*names, *keys]) if equals or name != typed else None
     if near and (keys or name != "config"):
         return f"write --{near}{equals}{value} (--help lists all)"
-    known = [*own, *(["config.<key>", "config.model"] if keys else [])]
+    known = [*names, *(["config.<key>", "config.model"] if keys else [])]
     return f"options are {', '.join(f'--{name}' for name in known)} (--help lists all)"
 
 

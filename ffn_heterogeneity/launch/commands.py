@@ -1,7 +1,5 @@
 """Commands, by name: each runs a script's config, a stage of a run or a point of a sweep."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """JAX's persistent compilation cache, in the user's cache directory."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """`scripts/compress.py`: apply a surgery to a model; write the new model and a report."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +29,7 @@ from ffn_heterogeneity.surgery.streaming import check_streamed, compress_directo
 from ffn_heterogeneity.wording import check_choice
 
 OWN_TEXT = "own_text.jsonl"
+REMOVED = "removed_neurons.json"
 DTYPES = ("as_read", "float32", "bfloat16", "float16")
 
 
@@ -60,24 +59,24 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         key = jax.random.key(config.get("seed", 0))
         changed, results = surgery(model, settings, key=key)
         written = changed.config
-        check_leaves(changed.config, changed.params, beside=ROOT)
+        check_leaves(changed.config, changed.params, exempt=ROOT)
         form = {"export": config.export, "dtype": dtype, "tokenizer": model.tokenizer}
         form["structure"] = "fold" if config.export == "padded" else "keep"
         save_pretrained(changed.config, changed.params, target, overwrite=True, **form)
     keep_own_text(workdir, results)
-    told = describe(surgery.name, results)
+    summary = describe(surgery.name, results)
     if written and "removed" in results:
-        write_json(target / "removed_neurons.json", published(results))
+        write_json(target / REMOVED, published(results))
     if score and before:
         after = score(load_model(str(target)))
         protocol = {"text": config.text or config.token_ids}
         protocol |= {key: after[key] for key in ("windows", "tokens", "bos")}
         protocol["dtype"] = str(choose_dtype(config.compute_dtype))
         results |= compared(before["perplexity"], after["perplexity"], **protocol)
-    loads = write_card(target, config.model, told, results, written, config.get("push", ""))
+    loads = write_card(target, config.model, summary, results, written, config.get("push", ""))
     results |= of_model(target)
     write_results(workdir, results)
-    print(told)
+    print(summary)
     if "perplexity_after" in results:
         print("perplexity {perplexity_before:,.4f} -> {perplexity_after:,.4f}".format(**results))
     print(target, file=sys.stderr)

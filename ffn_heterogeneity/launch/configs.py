@@ -1,7 +1,5 @@
 """Config files: finding, loading and listing them, and the command that runs each."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re
@@ -62,8 +60,8 @@ def find_config(spec: str) -> str:
     only if its path is given ("mine.py", "configs/prune.py"); it then takes priority over ours.
     """
     name, colon, argument = spec.partition(":")
-    own = [home() / "configs" / f"{name}.py"]
-    paths = [Path(name).expanduser(), home() / name] if name.endswith(".py") else own
+    shipped = [home() / "configs" / f"{name}.py"]
+    paths = [Path(name).expanduser(), home() / name] if name.endswith(".py") else shipped
     return next((f"{path}{colon}{argument}" for path in paths if path.is_file()), "")
 
 

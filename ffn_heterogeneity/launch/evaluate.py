@@ -1,7 +1,5 @@
 """`scripts/evaluate.py`: a named measurement, or the validation of a training config."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from etils import epath

@@ -1,7 +1,5 @@
 """`scripts/train.py`: one run, one run per seed, or a run of stages."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Mapping
@@ -64,12 +62,12 @@ def run(
         say(f"seed {seed}")
         results[seed] = _single(_with_seed(config, seed), workdir / f"seed_{seed}", shared, kind)
     summary = summarise(list(results.values()))
-    found = {"seeds": list(seeds), "summary": summary, "runs": list(results.values())}
-    on_main(lambda: write_json(workdir / "results.json", found))
+    combined = {"seeds": list(seeds), "summary": summary, "runs": list(results.values())}
+    on_main(lambda: write_json(workdir / "results.json", combined))
     for name, row in summary.items():
         if name.startswith("validation/") or "perplexity" in name:
             answer(f"{name}: {row['mean']:.5f} [{row['low']:.5f}, {row['high']:.5f}]")
-    return found
+    return combined
 
 
 def check(config: ConfigDict, kind: str = "train") -> None:
@@ -140,8 +138,8 @@ def _make_stage(name: str, group: Any, model: str) -> Stage:
     check_choice(f"stage {name!r}: kind", group.kind, kinds)
     base = cli.load_config(group.base)
     settings = flatten_config(group.to_dict())
-    own = {key: value for key, value in settings.items() if key not in OWN_KEYS}
-    cli.set_keys(base, own, f"stage {name!r}", group.base)
+    overrides = {key: value for key, value in settings.items() if key not in OWN_KEYS}
+    cli.set_keys(base, overrides, f"stage {name!r}", group.base)
     base.model = model
     with naming(f"stage {name!r}"):
         configs.check_command(COMMANDS[group.kind].script.removesuffix(".py"), base, group.base)
@@ -174,11 +172,11 @@ def summarise(results: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
-    found = {}
+    numbers = {}
     for name, stage in result.get("stages", {}).items():
-        found |= {f"{name}/{key}": value for key, value in _numbers(stage).items()}
+        numbers |= {f"{name}/{key}": value for key, value in _numbers(stage).items()}
     for values in (result, result.get("final") or {}):
         for key, value in values.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool) and key != "step":
-                found[key] = float(value)
-    return found
+                numbers[key] = float(value)
+    return numbers

@@ -1,7 +1,5 @@
 """The command `ffnh`: `ffnh <script> ...` runs a launcher of scripts/ from any directory."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`--help`: the script's description, its flags, and the config's keys with their comments."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil
@@ -16,8 +14,12 @@ from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.launch.configs import as_typed, home, shown
 
 COLUMN = 36  # where comments begin
-# Comment lines, then a key of a dictionary or of `config`, and the rest of its line.
-_KEY = re.compile(r'((?:^ *# .*\n)*)^ +(?:"(\w+)": |(?:config\.)?(\w[\w.]*) = )(.*)', re.M)
+# Comment lines, then a key of a dictionary (with that of a group of one) or of `config`, and the
+# rest of its line.
+_OF_DICT, _OF_CONFIG = r'"(\w+)": (?:\(?\{"(\w+)": )?', r"(?:config\.)?(\w[\w.]*) = "
+_KEY = re.compile(rf"((?:^ *# .*\n)*)^ +(?:{_OF_DICT}|{_OF_CONFIG})(.*)", re.M)
+# A function, or a table of groups; the names of sweeps are no keys.
+_PART = re.compile(r"^(?:def )?(?!SWEEPS)(\w+)(.*\n(?:[^\w\n].*\n|\n)*)", re.M)
 
 
 def help_text(doc: str, flags: Sequence[Any], config: ConfigDict | None, spec: str) -> str:
@@ -48,16 +50,16 @@ def help_text(doc: str, flags: Sequence[Any], config: ConfigDict | None, spec: s
 def _prose(text: str, width: int) -> list[str]:
     lines = []
     for indented, group in itertools.groupby(text.splitlines(), lambda x: x[:1] in (" ", "")):
-        part = list(group)
-        lines += part if indented else textwrap.wrap(" ".join(part), width)
+        paragraph = list(group)
+        lines += paragraph if indented else textwrap.wrap(" ".join(paragraph), width)
     return lines
 
 
 def _entry(name: str, about: str, width: int) -> list[str]:
     """`name` and, from COLUMN on, its description, on the same line if there is room."""
     left, indent = f"  {name}", " " * COLUMN
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    lines = textwrap.wrap(about, width, initial_indent=indent, subsequent_indent=indent, **whole)
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    lines = textwrap.wrap(about, width, initial_indent=indent, subsequent_indent=indent, **options)
     if lines and len(left) + 2 <= COLUMN:
         lines[0] = left.ljust(COLUMN) + lines[0].lstrip()
         return lines
@@ -79,8 +81,8 @@ def comments_of(file: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return {config key: its comment} of the file with its imports, and of all configs.
 
     A comment is on the key's line or directly above it. A key is named as in its file ("steps",
-    "data.packing"), within a function of configs/parts with the function's name ("nucl.weight").
-    Falls back to the key's last component.
+    "data.packing"), within a group of configs/parts with the group's name ("nucl.weight"). Falls
+    back to the key's last component.
     """
     return _comments([*_imported(Path(file))]), _comments((home() / "configs").glob("**/*.py"))
 
@@ -88,12 +90,14 @@ def comments_of(file: str) -> tuple[dict[str, str], dict[str, str]]:
 def _comments(paths: Iterable[Path]) -> dict[str, str]:
     said, last = {}, {}
     for text in (path.read_text(encoding="utf-8") for path in paths):
-        for function, body in re.findall(r"^def (\w+)(.*\n(?:\W.*\n|\n)*)", text, re.M):
-            part = "" if function.startswith("get_") else f"{function}."
-            for above, item, name, rest in _KEY.findall(body):
+        for block, body in _PART.findall(text):
+            prefix = "" if block.startswith("get_") else f"{block.lower()}."
+            for above, item, inner, name, rest in _KEY.findall(body):
                 comment = rest.partition("# ")[2] or " ".join(re.findall("# (.*)", above))
+                if rest == "{" and block.isupper():
+                    prefix = f"{item}."
                 if comment:
-                    name = name or part + item
+                    name = name or (f"{item}.{inner}" if inner else prefix + item)
                     said.setdefault(name, comment)
                     last.setdefault(name.split(".")[-1], comment)
     return last | said

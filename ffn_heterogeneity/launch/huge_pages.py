@@ -1,7 +1,5 @@
 """Restart of a command with its memory in huge pages."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """A surgery in memory and its scores: a row of NUCL's Table 4 or massive weights' Table 1."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys
@@ -14,8 +12,9 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate import run as evaluation
-from ffn_heterogeneity.evaluate.inputs import TextSettings, prompt_rows, tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import PerplexitySettings, prompt_rows, tokenizer_of
 from ffn_heterogeneity.evaluate.tasks import HarnessSettings, evaluate_tasks
+from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.hf.export import pad, save_pretrained
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
@@ -49,9 +48,10 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
       load: as `load_model`; a sweep passes a function that keeps the model for the next point.
 
     Returns:
-      The content of `results.json`: the surgery's report (without lists of removed neurons; with
-      "largest_..." over the layers of a compensation's report), the perplexity, the tasks,
-      "answers" to `config.prompts`, and "seconds".
+      What `results.json` holds: those of the surgery (the removed neurons of each layer are in
+      removed_neurons.json;
+      "largest_..." over the layers of what a compensation reports), of the perplexity, of the
+      tasks, "answers" to `config.prompts`, and "seconds".
 
     Raises:
       ValueError: an invalid config value or file; the message names it.
@@ -60,8 +60,10 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
     model = folded(load(config.model, revision=config.revision))
     changed, results = operate(surgery, settings, model, config.get("seed", 0))
     compress.keep_own_text(workdir, results)
-    told = compress.describe(surgery.name, results)
+    summary = compress.describe(surgery.name, results)
     removed = results.pop("removed", None)
+    if any(removed or ()):  # in its own file: results.json stays readable
+        write_json(workdir / compress.REMOVED, removed)
     if config.save_model:
         form = {"export": config.export, "tokenizer": changed.tokenizer, "overwrite": True}
         form["dtype"] = None if config.dtype == "as_read" else config.dtype
@@ -76,7 +78,7 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
         results["answers"] = answers(equal, config.prompts, text.options, limit)
     results["seconds"] = time.time() - start
     write_results(workdir, results)
-    print(f"{told}: perplexity {results['perplexity']:,.4f}")
+    print(f"{summary}: perplexity {results['perplexity']:,.4f}")
     print(f"{workdir}/results.json", file=sys.stderr)
     return results
 
@@ -87,18 +89,18 @@ def surgery(config: ConfigDict, workdir: epath.Path) -> dict:
     return compress.run(config, workdir, text and functools.partial(evaluation.score, text))
 
 
-def check_surgery(config: ConfigDict) -> TextSettings | None:
-    """Return the settings of the perplexity's text, if any; errors as `surgery`."""
+def check_surgery(config: ConfigDict) -> PerplexitySettings | None:
+    """The text that perplexity is measured on, if any; errors as `surgery`."""
     compress.check_config(config)
     measured = config.get("text") or config.get("token_ids")
     return evaluation.check_config(config) if measured else None
 
 
-def check_config(config: ConfigDict) -> tuple[Surgery, Any, TextSettings, HarnessSettings | None]:
-    """Return (surgery, its settings or None for no change, text, tasks) without loading a model.
-
-    Their files are read once, as a check; errors as `run`.
-    """
+def check_config(
+    config: ConfigDict,
+) -> tuple[Surgery, Any, PerplexitySettings, HarnessSettings | None]:
+    """(what changes the model, its settings or None for no change, the text, the tasks), with their
+    files read once, before a model is loaded; errors as `run`."""
     text, tasks = evaluation.check_config(config), None
     if config.tasks:
         tasks = settings_from(HarnessSettings, config)

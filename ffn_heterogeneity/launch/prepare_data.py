@@ -1,7 +1,5 @@
 """`scripts/prepare_data.py`: convert texts to token shards; optionally train a tokenizer."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools
@@ -149,7 +147,7 @@ def estimate(chunks: list[Chunk], tokenizer: Any, settings: Settings) -> dict[st
     total = sum(chunk.size for chunk in chunks)
     # Records have other fields too, so their text is at most the whole file.
     tokens_about = int(tokens / max(sampled, 1) * total)
-    found = {
+    figures = {
         "shards": len(chunks),
         "input_bytes": total,
         "tokens_at_most_about": tokens_about,
@@ -157,6 +155,6 @@ def estimate(chunks: list[Chunk], tokenizer: Any, settings: Settings) -> dict[st
         "dtype": tokeniser.dtype.name,
         "tokens_per_second": tokens / max(seconds, 1e-9),
     }
-    for key, value in found.items():
+    for key, value in figures.items():
         print(f"{key}: {value:,.0f}" if not isinstance(value, str) else f"{key}: {value}")
-    return found
+    return figures

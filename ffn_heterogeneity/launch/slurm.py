@@ -1,7 +1,5 @@
 """Points of a sweep as cluster jobs, through submitit (extra `slurm`)."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -50,9 +48,9 @@ def run_jobs(
     with extra("slurm"):
         import submitit
     values = parse_options(options)
-    own = {key: values.pop(key) for key in OWN_OPTIONS if key in values}
-    executor = submitit.AutoExecutor(folder=os.fspath(folder), cluster=own.get("cluster"))
-    parallel = own.get("parallel", 1 if executor.cluster != "slurm" else 0)
+    run_options = {key: values.pop(key) for key in OWN_OPTIONS if key in values}
+    executor = submitit.AutoExecutor(folder=os.fspath(folder), cluster=run_options.get("cluster"))
+    parallel = run_options.get("parallel", 1 if executor.cluster != "slurm" else 0)
     if not isinstance(parallel, int) or parallel < 0:
         raise ValueError(f"--submitit: parallel={parallel!r}; expected a number of jobs")
     with naming(f"--submitit={options!r}", (NameError, TypeError)):
@@ -67,13 +65,13 @@ def parse_options(text: str) -> dict[str, Any]:
     Raises:
       ValueError: a part without "=".
     """
-    found: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        key, equals, value = part.partition("=")
+    options: dict[str, Any] = {}
+    for setting in filter(None, text.split(",")):
+        key, equals, value = setting.partition("=")
         if not equals or not key:
             raise ValueError(f"--submitit={text!r}: write key=value,key=value")
-        found[key.strip()] = int(value) if value.strip().isdigit() else value.strip()
-    return found
+        options[key.strip()] = int(value) if value.strip().isdigit() else value.strip()
+    return options
 
 
 def _wait(

@@ -4,8 +4,6 @@ A stage does the same as a script with the same config. Stages exchange models t
 so an interrupted run resumes from the same bytes that an uninterrupted run reads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -119,9 +117,9 @@ def _completed(root: epath.Path, digests: dict[epath.Path, str]) -> set[str]:
     Raises:
       WorkdirError: a completed stage is not one of these, or has another digest.
     """
-    found = [path for path in root.iterdir() if (path / MARKER).exists()] if root.exists() else []
+    folders = [path for path in root.iterdir() if (path / MARKER).exists()] if root.exists() else []
     wanted = {path.name: digest for path, digest in digests.items()}
-    for path in sorted(found):
+    for path in sorted(folders):
         if path.name not in wanted:
             raise WorkdirError(
                 f"{root} holds the completed stage {path.name!r}, which is not one of "
@@ -132,4 +130,4 @@ def _completed(root: epath.Path, digests: dict[epath.Path, str]) -> set[str]:
                 f"{path} was completed with another config, or after other stages: use another "
                 "--workdir, or remove it and the stages after it"
             )
-    return {path.name for path in found}
+    return {path.name for path in folders}

@@ -14,8 +14,6 @@ A point's name is that of its directory and table row. It is given, or made from
 ("seed=0,weight=10").
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -48,13 +46,13 @@ def product(*parts: Part) -> Sweep:
     Raises:
       ValueError: two parts set the same key, or a key has no values.
     """
-    axes = [axis for part in parts for axis in _axes(part)]
+    axes = [axis for sweep in parts for axis in _axes(sweep)]
     return tuple(_merged(points) for points in itertools.product(*axes))
 
 
 def chain(*parts: Part) -> Sweep:
     """Concatenate parts (for a table: vary one key at a time, the others unchanged)."""
-    return tuple(itertools.chain.from_iterable(axis for part in parts for axis in _axes(part)))
+    return tuple(itertools.chain.from_iterable(axis for sweep in parts for axis in _axes(sweep)))
 
 
 def check_sweep(points: Sequence[Point]) -> None:
@@ -73,16 +71,16 @@ def check_sweep(points: Sequence[Point]) -> None:
             raise ValueError(f"two points are named {one!r}: give each its own name")
 
 
-def _axes(part: Part) -> list[Sweep]:
+def _axes(sweep: Part) -> list[Sweep]:
     """Axes of a part: each key of a table, as points; or the given points as one axis."""
-    if not isinstance(part, Mapping):
-        return [tuple(part)]
-    for key, values in part.items():
+    if not isinstance(sweep, Mapping):
+        return [tuple(sweep)]
+    for key, values in sweep.items():
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise ValueError(f"sweep over {key}={values!r}: give a tuple of values")
     return [
         tuple(Point(f"{key.rpartition('.')[2]}={_text(value)}", {key: value}) for value in values)
-        for key, values in part.items()
+        for key, values in sweep.items()
     ]
 
 

@@ -1,7 +1,5 @@
 """`scripts/sweep.py`: run the points of a sweep, each in its directory, resumably."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os
@@ -278,7 +276,7 @@ def conclude(
         names = {
             line: [n for n, other in failed.items() if other == line] for line in failed.values()
         }
-        lines = "; ".join(f"{' '.join(found)}: {line}" for line, found in names.items())
+        lines = "; ".join(f"{' '.join(point_names)}: {line}" for line, point_names in names.items())
         raise SweepFailed(f"{len(failed)} of {len(todo)} points failed: {lines}")
     return {
         "points": len(tasks),

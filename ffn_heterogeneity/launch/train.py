@@ -3,8 +3,6 @@
 config -> objective, model, prepared tree -> built step -> loop -> results and export
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -223,7 +221,7 @@ def make_loop(
         built.train_step,
         built.hyper,
         shardings=built.shardings,
-        gradient_paths=tuple(sorted(path for path, own in built.trainable.items() if own)),
+        gradient_paths=tuple(sorted(path for path, trains in built.trainable.items() if trains)),
         lengths=len(built.objective.lengths),
         terms=tuple(term.name for term in built.terms),
     )
@@ -306,8 +304,8 @@ def unlearnt(workdir: epath.Path, constant: float) -> str:
     prediction.
     """
     rows, names = read_metrics(workdir / "metrics.jsonl"), ("classification", "regression")
-    found = [row.get(f"train/{name}") for row in rows for name in names]
-    losses = [loss for loss in found if isinstance(loss, float)]
+    values = [row.get(f"train/{name}") for row in rows for name in names]
+    losses = [loss for loss in values if isinstance(loss, float)]
     last = losses[-max(1, len(losses) // 10) :]
     if not last or (mean := float(np.mean(last))) < 0.98 * constant:
         return ""

@@ -1,7 +1,5 @@
 """Losses: small pure functions, listed in `TERMS`; a config's groups select among them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

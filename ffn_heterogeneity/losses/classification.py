@@ -1,7 +1,5 @@
 """Losses of labels and of numbers, over the rows of a batch that have an answer."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

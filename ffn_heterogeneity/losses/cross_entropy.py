@@ -14,8 +14,6 @@ On a mesh every device processes its rows: chunks of all rows or of V would gath
 state or the whole embedding.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -165,11 +163,11 @@ class _Rows(NamedTuple):
         if self.size // 8 < FEW_ROWS:
             chunks = -(-self.stop // self.size)
             return lax.fori_loop(0, chunks, lambda i, c: body(i * self.size, self.size, c), carry)
-        whole, part = self.stop // self.size, self.size // 8
-        start = whole * self.size
-        carry = lax.fori_loop(0, whole, lambda i, c: body(i * self.size, self.size, c), carry)
-        parts = -((start - self.stop) // part)
-        return lax.fori_loop(0, parts, lambda i, c: body(start + i * part, part, c), carry)
+        full_chunks, eighth = self.stop // self.size, self.size // 8
+        start = full_chunks * self.size
+        carry = lax.fori_loop(0, full_chunks, lambda i, c: body(i * self.size, self.size, c), carry)
+        parts = -((start - self.stop) // eighth)
+        return lax.fori_loop(0, parts, lambda i, c: body(start + i * eighth, eighth, c), carry)
 
 
 def _rows(mask_bt, static) -> _Rows:
@@ -293,7 +291,7 @@ def _over_mesh(function, static, trainable):
     if static.mesh is None:
         return function
     along = ("data", "fsdp")
-    rows, whole = PartitionSpec(along), PartitionSpec()
+    rows, replicated = PartitionSpec(along), PartitionSpec()
 
     def local(*arguments):
         total, correct, *gradients = function(*arguments)
@@ -303,11 +301,11 @@ def _over_mesh(function, static, trainable):
 
     out = (rows, rows)
     if function.func is not _sums:
-        out += (rows, rows if trainable else whole)
+        out += (rows, rows if trainable else replicated)
     mapped = jax.shard_map(
         local,
         mesh=static.mesh,
-        in_specs=(rows, whole, rows, rows),
+        in_specs=(rows, replicated, rows, rows),
         out_specs=out,
         axis_names=set(along),
         check_vma=False,

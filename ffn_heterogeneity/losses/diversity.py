@@ -25,8 +25,6 @@ numbers per row and n per layer. On a mesh three numbers per row and n per layer
 weights are gathered.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,13 +68,13 @@ def _similarity(w):
 
 
 def _forward(w):
-    value, kept = _by_matrix(_forward_one, w)
-    return value, (w, kept)
+    value, saved = _by_matrix(_forward_one, w)
+    return value, (w, saved)
 
 
 def _backward(residuals, cotangent):
-    w, kept = residuals
-    return (_by_matrix(_backward_one, w, kept, cotangent),)
+    w, saved = residuals
+    return (_by_matrix(_backward_one, w, saved, cotangent),)
 
 
 def _by_matrix(function, w, *more):
@@ -106,8 +104,8 @@ def _forward_one(w):
     return (jnp.sum(jnp.square(s)) - k) * pairs, (scale, norm, s, pairs)
 
 
-def _backward_one(w, kept, cotangent):
-    scale, norm, s, pairs = kept
+def _backward_one(w, saved, cotangent):
+    scale, norm, s, pairs = saved
     u = _magnitude(w) * scale * norm
     along = jnp.sum(s * u, -1, keepdims=True)
     slopes = (s - along * u) * (2 * cotangent * pairs) * norm * scale

@@ -1,7 +1,5 @@
 """JREG: a penalty on angular displacement that weighs the last layers most (JREG, section 4)."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Effective kernels for losses on weights, by layer; stacked ones together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

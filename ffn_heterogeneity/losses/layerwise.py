@@ -7,8 +7,6 @@ uncompressed blocks, under the root `teacher/` (`surgery.teacher`), without drop
 gradient. The paper sums over layers; padding does not count (it does in the authors' code).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +50,7 @@ def layerwise_term(
       ValueError: no such states; when traced: no teacher.
     """
     check_choice("states", states, (*STATES, GRADIENT))
-    own = Probe("layerwise", functools.partial(_apart, states, sum_hidden))
+    probe = Probe("layerwise", functools.partial(_apart, states, sum_hidden))
     look = STATES.get(states, STATES["ffn"])
     shown = Probe("taught", functools.partial(_shown, look), kind="example")
 
@@ -85,7 +83,7 @@ def layerwise_term(
             return {"layerwise": apart / jnp.where(scale > 0, scale, 1)}
         return {"layerwise": jax.lax.stop_gradient(taught)}
 
-    return LossTerm(context.name, function, context.weight, probes=(own,), per_layer=per_layer)
+    return LossTerm(context.name, function, context.weight, probes=(probe,), per_layer=per_layer)
 
 
 def _shown(look: Callable[[Any], jax.Array], seen: Any, batch: dict, _: Any) -> tuple:
@@ -123,11 +121,11 @@ def teacher_of(config: ModelConfig | None, params: dict) -> tuple[ModelConfig, d
     """
     if config is None or TEACHER not in params:
         raise ValueError("loss 'layerwise' needs a teacher: config.prepare=(.., 'teacher')")
-    whole, widths = params, list(config.ffn_widths)
+    teacher_params, widths = params, list(config.ffn_widths)
     for slot in slots(params):
         taught = subtree(params[TEACHER], f"{slot.path}/ffn")
         if taught is not None:
-            whole = replaced(whole, f"{slot.path}/ffn", taught)
+            teacher_params = replaced(teacher_params, f"{slot.path}/ffn", taught)
             for layer in slot.layers:
                 widths[layer] = taught["down"]["kernel"].shape[-2]
-    return config.with_widths(widths), whole
+    return config.with_widths(widths), teacher_params

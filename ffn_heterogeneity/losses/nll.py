@@ -1,7 +1,5 @@
 """The language-modeling loss as a term; `cross_entropy.py` computes it."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

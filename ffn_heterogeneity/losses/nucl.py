@@ -3,8 +3,6 @@
 See `nucl_rows.py` for the formulas, closed-form gradients and degenerate rows.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -101,9 +99,9 @@ def nucl_term(
         total, metrics = jnp.zeros((), jnp.float32), {}
         for target in targets:
             along = -2 if target.startswith("ffn_in") and axis == "neurons" else -1
-            value, found = _target_value(params, target, rows_of, along, chosen)
+            value, means = _target_value(params, target, rows_of, along, chosen)
             total = total + value
-            metrics |= {f"{variant}/{target}/{key}": array for key, array in found.items()}
+            metrics |= {f"{variant}/{target}/{key}": array for key, array in means.items()}
         return TermValue(total, jnp.ones((), jnp.float32), metrics)
 
     patterns = tuple(pattern(TARGETS[target], chosen) for target in targets)

@@ -3,8 +3,6 @@
 r_i = |W_i| / sum_j |W_ij|. The differentiable float32 form of the same formulas is `nucl_rows.py`.
 """
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

@@ -5,8 +5,6 @@ all-zero row is NaN in all three, a uniform row has an infinite mstd gradient, a
 infinite ent gradient. Training never calls it.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import entr

@@ -23,8 +23,6 @@ third all-reduce, and its slow branch four more) and reads the weights once more
 centered for any scale of the row.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -209,8 +207,8 @@ def _proportions(w, axis):
     huge = z > 0.125 * shrink / tiny  # 1 / Z would be subnormal, which processors flush to 0
     inv = jnp.where(alive, jnp.where(huge, 1, shrink) / z, 0)
     # One factor per row: the compiler would merge a constant into `inv`, which gives 1 / Z again.
-    kept = jnp.expand_dims(jnp.where(huge, shrink, 1), axis)
-    r = a * kept * jnp.expand_dims(inv, axis)
+    scale = jnp.expand_dims(jnp.where(huge, shrink, 1), axis)
+    r = a * scale * jnp.expand_dims(inv, axis)
     return r, jnp.log(z) - np.log(shrink), inv * jnp.where(huge, shrink, 1), alive
 
 
@@ -278,6 +276,6 @@ def _sums(x, y, axis, longest, lanes=16):
             lambda a, b: (a[0] + b[0], a[1] + b[1]),
             (len(shape) - 2,),
         )
-        return tuple(jnp.sum(part, rest) for part in partial)
+        return tuple(jnp.sum(run_sums, rest) for run_sums in partial)
 
     return lax.platform_dependent(x, y, cpu=cpu, default=plain)

@@ -1,7 +1,5 @@
 """Losses of learned sparsity: size kept by gates (FLOP), norm of scores (GEM-MINER)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import jax
@@ -28,17 +26,17 @@ def size_term(context: TermContext, target: float = 0.25) -> LossTerm:
     check_number("target", target, "(0, 1)")
 
     def function(params: dict) -> TermValue:
-        kept, whole, pairs = jnp.zeros(()), 0, []
+        expected, total, pairs = jnp.zeros(()), 0, []
         for leaves in _with(params, gates.LOG_ALPHA):
             log_alpha, pair = leaves[gates.LOG_ALPHA], leaves[gates.MULTIPLIERS]
             width = leaves[gates.A].shape[-2] + leaves[gates.B].shape[-1]
-            kept += width * jnp.sum(gates.open_probability(log_alpha))
-            whole += width * log_alpha.size
+            expected += width * jnp.sum(gates.open_probability(log_alpha))
+            total += width * log_alpha.size
             pairs.append(pair.reshape(-1, 2))
         pair = jnp.mean(jnp.concatenate(pairs), axis=0)
         still = jax.lax.stop_gradient(pair)
         first, second = 2 * still - pair  # the same values, the gradient reversed
-        share = kept / whole
+        share = expected / total
         metrics = {"kept_share": jax.lax.stop_gradient(share), "multipliers": still}
         off = share - target
         return TermValue(first * off + second * off**2, jnp.ones(()), metrics)
@@ -53,16 +51,16 @@ def score_norm_term(context: TermContext) -> LossTerm:
     def function(params: dict) -> TermValue:
         scores = [leaves["score"] for leaves in _with(params, "score")]
         size = sum(leaf.size for leaf in scores)
-        kept = sum(jnp.sum(binary(leaf)) for leaf in scores) / size
+        share = sum(jnp.sum(binary(leaf)) for leaf in scores) / size
         total = sum((jnp.sum(leaf**2) for leaf in scores), start=jnp.zeros(()))
-        return TermValue(total, jnp.ones(()), {"kept_share": jax.lax.stop_gradient(kept)})
+        return TermValue(total, jnp.ones(()), {"kept_share": jax.lax.stop_gradient(share)})
 
     return LossTerm(context.name, function, context.weight, on="params", targets=(r"/score$",))
 
 
 def _with(params: dict, name: str) -> Iterator[dict]:
     """The leaves of every kernel that has a leaf of that name."""
-    found = [x for slot in slots(params) for _, x in nodes(slot.tree, lambda node: name in node)]
-    if not found:
+    kernels = [x for slot in slots(params) for _, x in nodes(slot.tree, lambda node: name in node)]
+    if not kernels:
         raise ValueError(f"no kernel has a leaf {name!r}: add it with config.prepare")
-    yield from found
+    yield from kernels

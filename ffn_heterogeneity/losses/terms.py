@@ -1,7 +1,5 @@
 """A loss is a weighted sum of named terms; each term is a pure function."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

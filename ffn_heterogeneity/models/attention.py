@@ -1,7 +1,5 @@
 """Attention, causal or bidirectional: grouped queries, rotary, windows, soft-caps, packed rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

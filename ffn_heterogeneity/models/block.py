@@ -1,7 +1,5 @@
 """One transformer block: attention and feed-forward on a residual stream."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -16,8 +16,6 @@ Only these functions may use the link. It starts as an array that is batched and
 residual stream. Reverse mode only.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -65,8 +63,8 @@ def _cosine_forward(a, b):
     return scalars[0], (a, b, scalars)
 
 
-def _cosine_backward(kept, cotangent):
-    a, b, scalars = kept
+def _cosine_backward(residuals, cotangent):
+    a, b, scalars = residuals
     return _slopes(a, b, scalars, cotangent)
 
 
@@ -113,8 +111,8 @@ def _linked_forward(a, b, link):
     return (scalars[0], link), (a, scalars)
 
 
-def _linked_backward(kept, cotangents):
-    (a, scalars), (cotangent, b) = kept, cotangents
+def _linked_backward(residuals, cotangents):
+    (a, scalars), (cotangent, b) = residuals, cotangents
     return *_slopes(a, b, scalars, cotangent), b
 
 

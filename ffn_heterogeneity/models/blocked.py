@@ -4,8 +4,6 @@ With a causal mask, keys after the block are skipped, with a window also those b
 other mask none.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -120,13 +118,13 @@ def _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, keep_bkgts, softcap, window,
     results = []
     for rows, keys, parts in blocks_of(q_bkgth.shape[3], window, causal):
         block = functools.partial(_block_fwd, k_bksh[:, :, keys], v_bksh[:, :, keys], softcap)
-        own = _rows_of(rows, keys, (q_bkgth,), keep_bkgts, mask_bts)
-        results.append(_in_turn(block, parts, None, *own)[1])
-    kept = tuple(
+        operands = _rows_of(rows, keys, (q_bkgth,), keep_bkgts, mask_bts)
+        results.append(_in_turn(block, parts, None, *operands)[1])
+    outputs = tuple(
         named(jnp.concatenate(result, axis=3), ATTENTION_RESIDUALS)
         for result in zip(*results, strict=True)
     )
-    return kept[0], (q_bkgth, k_bksh, v_bksh, mask_bts, keep_bkgts, *kept)
+    return outputs[0], (q_bkgth, k_bksh, v_bksh, mask_bts, keep_bkgts, *outputs)
 
 
 def _rows_of(rows: slice, keys: slice, by_query, keep_bkgts, mask_bts) -> tuple:
@@ -163,9 +161,9 @@ def _blocked_bwd(softcap, window, causal, residuals, d_out_bkgth):
     dq, dk, dv = [], jnp.zeros(k_bksh.shape, wide), jnp.zeros(v_bksh.shape, wide)
     for rows, keys, parts in blocks_of(q_bkgth.shape[3], window, causal):
         block = functools.partial(_block_bwd, k_bksh[:, :, keys], v_bksh[:, :, keys], softcap)
-        own = _rows_of(rows, keys, by_row, keep_bkgts, mask_bts)
+        operands = _rows_of(rows, keys, by_row, keep_bkgts, mask_bts)
         sums = jnp.zeros(dk[:, :, keys].shape, wide)
-        (dk_block, dv_block), dq_block = _in_turn(block, parts, (sums, sums), *own)
+        (dk_block, dv_block), dq_block = _in_turn(block, parts, (sums, sums), *operands)
         dk, dv = dk.at[:, :, keys].add(dk_block), dv.at[:, :, keys].add(dv_block)
         dq.append(dq_block)
     d_keys = dk.astype(k_bksh.dtype), dv.astype(v_bksh.dtype)

@@ -1,7 +1,5 @@
 """Language models and encoders: forward, logits."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -87,8 +85,8 @@ def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None
         x, link = carried
         if options.wide_products:
             x = keep(x, BLOCK_INPUT)
-        whole, sinks = ("attention_weights" in needs, "sink_weights" in needs)
-        block = Block(config, config.layers[index], options, whole, sinks and not whole)
+        weights, sinks = ("attention_weights" in needs, "sink_weights" in needs)
+        block = Block(config, config.layers[index], options, weights, sinks and not weights)
         if with_cosine:
             x, link = lend(x, link)
         drop, rngs = None, {}
@@ -151,8 +149,8 @@ def one_layer(
 
 def _of_layers(config: ModelConfig, probes, per_layer, dropout, nudges) -> dict[str, Any]:
     """[L, ...] leaves, of which every layer gets its slice."""
-    beside = {} if nudges is None else {"perturbations": {"ffn": {"output": nudges}}}
-    extra: dict[str, Any] = {"probes": per_layer or {}, "beside": beside}
+    perturbations = {} if nudges is None else {"perturbations": {"ffn": {"output": nudges}}}
+    extra: dict[str, Any] = {"probes": per_layer or {}, "beside": perturbations}
     if probes:
         extra["is_last"] = jnp.arange(config.n_layers) == config.n_layers - 1
     if dropout is not None:

@@ -275,10 +275,10 @@ class ModelConfig:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end a generated text: those of generation_config.json, else `eos_id`."""
-        own = json.loads(self.generation or "{}").get("eos_token_id")
-        found = self.eos_id if own is None else own
-        found = found if isinstance(found, (list, tuple)) else (found,)
-        return tuple(one for one in found if one not in (None, -1))
+        generation_ids = json.loads(self.generation or "{}").get("eos_token_id")
+        ids = self.eos_id if generation_ids is None else generation_ids
+        ids = ids if isinstance(ids, (list, tuple)) else (ids,)
+        return tuple(one for one in ids if one not in (None, -1))
 
     @property
     def n_layers(self) -> int:

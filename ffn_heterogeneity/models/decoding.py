@@ -204,10 +204,10 @@ def layers_apart(params: dict) -> dict:
     program becomes as long as the model is deep, so training does not use it.
     """
     # Through numpy: slicing a jax array would copy.
-    whole = {**params, "stack": jax.tree.map(np.asarray, params["stack"])}
+    on_host = {**params, "stack": jax.tree.map(np.asarray, params["stack"])}
     stack = {
         f"segment_{layer}": {"slot_0": jax.tree.map(lambda leaf: leaf[None], tree)}
-        for layer, tree in layer_leaves(whole)
+        for layer, tree in layer_leaves(on_host)
     }
     return jax.device_put({**params, "stack": stack})
 

@@ -7,8 +7,6 @@ Temperature, top-p and the number of tokens are arrays, so a program is compiled
 prompt bucket, new-token bucket).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys
@@ -118,12 +116,12 @@ class Generator:
         answers: dict[int, Generation] = {}
         label = progress if isinstance(progress, str) else None
         with bar(label, total=len(rows)) as shown:
-            told = progress if callable(progress) else shown.update
-            for batch, own in zip(batches, lengths, strict=True):
+            advance = progress if callable(progress) else shown.update
+            for batch, needed in zip(batches, lengths, strict=True):
                 # One length for all, and so one program, unless that doubles the cache.
-                length = max((n for n in lengths if n <= 2 * own), default=own)
+                length = max((n for n in lengths if n <= 2 * needed), default=needed)
                 answers |= self._generate(batch, rows, wanted, length)
-                told(len(batch))
+                advance(len(batch))
         return [answers[i] for i in range(len(rows))]
 
     def _checked(self, i: int, prompt: Sequence[int], sampling: Sampling, truncate: bool):

@@ -5,8 +5,6 @@ converts the whole stack to float32 and back, at every layer, so the cost grows 
 the depth. To read it, it makes a float32 copy of the stack. Integers are written and read in place.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

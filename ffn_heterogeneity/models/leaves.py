@@ -6,8 +6,6 @@ leaves next to kernels). A family or a feature adds its leaf in `inner_leaves` o
 and in the module that reads it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -66,8 +64,8 @@ def inner_leaves(config: ModelConfig, layer: LayerConfig) -> Declared:
     yield from _linear("ffn/down", "neurons", "d_model", config.ffn_bias, *lead)
     if config.post_norms:
         yield from _norm("post_ffn_norm", "d_model", config)
-    for name, own in FFN_LEAVES.items():
-        yield f"ffn/{name}", own.of(axes=(*lead, *own.axes), optional=True)
+    for name, leaf in FFN_LEAVES.items():
+        yield f"ffn/{name}", leaf.of(axes=(*lead, *leaf.axes), optional=True)
 
 
 def _before(config: ModelConfig) -> Declared:
@@ -96,7 +94,7 @@ def outer_leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 def sizes(config: ModelConfig, layer: LayerConfig | None = None) -> dict[str, int]:
     """{dimension: its size}, including a layer's dimensions if one is given."""
-    found = {
+    dimensions = {
         "d_model": config.d_model,
         "queries": config.n_heads * config.head_dim,
         "keys": config.n_kv_heads * config.head_dim,
@@ -109,8 +107,8 @@ def sizes(config: ModelConfig, layer: LayerConfig | None = None) -> dict[str, in
     }
     if layer is not None:
         experts = layer.experts or 0
-        found |= {"neurons": layer.ffn_width, "expert": experts, "route": experts}
-    return found
+        dimensions |= {"neurons": layer.ffn_width, "expert": experts, "route": experts}
+    return dimensions
 
 
 def shape_of(leaf: Leaf, sized: Mapping[str, int]) -> tuple[int, ...]:
@@ -124,13 +122,13 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     It is pure arithmetic: a 405B model takes milliseconds. Checkpoint readers compare every tensor
     with its shape.
     """
-    found = {path: shape_of(leaf, sizes(config)) for path, leaf in _before(config)}
+    shapes = {path: shape_of(leaf, sizes(config)) for path, leaf in _before(config)}
     for i, layer in enumerate(config.layers):
         sized = sizes(config, layer)
         for path, leaf in inner_leaves(config, layer):
             if not leaf.optional:
-                found[f"layers/{i}/{path}"] = shape_of(leaf, sized)
-    return found | {path: shape_of(leaf, sizes(config)) for path, leaf in _behind(config)}
+                shapes[f"layers/{i}/{path}"] = shape_of(leaf, sized)
+    return shapes | {path: shape_of(leaf, sizes(config)) for path, leaf in _behind(config)}
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
@@ -161,9 +159,9 @@ def _any() -> dict[str, Leaf]:
     sizes = dict.fromkeys(("vocab_size", "d_model", "n_heads", "n_kv_heads", "head_dim"), 2)
     parts = ("post_norms", "qk_norm", "attention_bias", "attention_out_bias", "ffn_bias")
     parts += ("embedding_norm", "pooler")
-    own = {"norm_kind": "layer", "tied": False, "positions": "learned", "token_types": 2}
+    settings = {"norm_kind": "layer", "tied": False, "positions": "learned", "token_types": 2}
     layer = LayerConfig(2, rope=None)
-    config = ModelConfig("any", layers=(layer,), **sizes, **own, **dict.fromkeys(parts, True))
+    config = ModelConfig("any", layers=(layer,), **sizes, **settings, **dict.fromkeys(parts, True))
     return outer_leaves(config) | dict(inner_leaves(config, layer))
 
 
@@ -193,23 +191,23 @@ def declared(config: ModelConfig, tree: Any) -> dict[str, Leaf]:
     Raises:
       LeafError: an undeclared leaf, or one with another number of axes.
     """
-    outer, found = outer_leaves(config), {}
+    outer, by_path = outer_leaves(config), {}
     for root in ROOTS:
         if root in tree:
             outer |= {f"{root}/{path}": leaf for path, leaf in ROOTS[root](config).items()}
     for slot in slots(tree):
-        own = declared_at(config, Place(slot.layers[0], None, ""), slot.tree, slot.stacked)
-        found |= {f"{slot.path}/{path}": leaf for path, leaf in own.items()}
+        known = declared_at(config, Place(slot.layers[0], None, ""), slot.tree, slot.stacked)
+        by_path |= {f"{slot.path}/{path}": leaf for path, leaf in known.items()}
     for root in AUXILIARY:
         other = _any() if root in tree else {}
         for path, leaf in flatten(tree.get(root, {})).items():
             place = re.match(r"(layers/\d+|(stack)/segment_\d+/slot_\d+)/", path)
-            own = find(other, path[place.end() :] if place else path)
+            known = find(other, path[place.end() :] if place else path)
             lead = ("layer",) if place and place[2] else ()
-            own = own and own.of(axes=(*lead, *own.axes))
-            found[f"{root}/{path}"] = _fitting(f"{root}/{path}", leaf, own)
-    rest = {path: leaf for path, leaf in flatten(tree).items() if path not in found}
-    return found | {path: _fitting(path, leaf, outer.get(path)) for path, leaf in rest.items()}
+            known = known and known.of(axes=(*lead, *known.axes))
+            by_path[f"{root}/{path}"] = _fitting(f"{root}/{path}", leaf, known)
+    rest = {path: leaf for path, leaf in flatten(tree).items() if path not in by_path}
+    return by_path | {path: _fitting(path, leaf, outer.get(path)) for path, leaf in rest.items()}
 
 
 def declared_at(
@@ -220,26 +218,28 @@ def declared_at(
     Args:
       stacked: whether the first axis of the leaves is "layer".
     """
-    layer, found = config.layers[place.layer], {}
+    layer, by_path = config.layers[place.layer], {}
     if place.expert is not None:  # one expert has the leaves of a layer without experts
         layer = dataclasses.replace(layer, experts=None)
     table = dict(inner_leaves(config, layer))
     for path, leaf in flatten(tree).items():
-        own = find(table, f"{place.name}/{path}".lstrip("/"))
-        if own is not None:
-            missing = max(0, len(own.axes) + stacked - len(leaf.shape)) if own.broadcasts else 0
-            own = own.of(axes=(*("layer",) * stacked, *own.axes[missing:]))
-        found[path] = _fitting(f"{place.path}/{path}", leaf, own)
-    return found
+        known = find(table, f"{place.name}/{path}".lstrip("/"))
+        if known is not None:
+            missing = max(0, len(known.axes) + stacked - len(leaf.shape)) if known.broadcasts else 0
+            known = known.of(axes=(*("layer",) * stacked, *known.axes[missing:]))
+        by_path[path] = _fitting(f"{place.path}/{path}", leaf, known)
+    return by_path
 
 
-def _fitting(path: str, leaf: Any, own: Leaf | None) -> Leaf:
-    if own is None:
+def _fitting(path: str, leaf: Any, declaration: Leaf | None) -> Leaf:
+    if declaration is None:
         way = "declare it (models/leaves.py; for an adapter adapters/__init__.py)"
         raise LeafError(f"nothing declares the leaf {path!r}: {way}")
-    if len(own.axes) != len(leaf.shape):
-        raise LeafError(f"leaf {path!r} has the shape {tuple(leaf.shape)}, its axes are {own.axes}")
-    return own
+    if len(declaration.axes) != len(leaf.shape):
+        raise LeafError(
+            f"leaf {path!r} has the shape {tuple(leaf.shape)}, its axes are {declaration.axes}"
+        )
+    return declaration
 
 
 def find(table: Mapping[str, Leaf], path: str) -> Leaf | None:
@@ -247,8 +247,8 @@ def find(table: Mapping[str, Leaf], path: str) -> Leaf | None:
     if path in table:
         return table[path]
     module, _, name = path.rpartition("/")
-    kernel, beside = table.get(f"{module}/kernel"), adapter_leaves().get(name)
-    return None if kernel is None or beside is None else beside.beside(kernel)
+    kernel, adapter_leaf = table.get(f"{module}/kernel"), adapter_leaves().get(name)
+    return None if kernel is None or adapter_leaf is None else adapter_leaf.beside(kernel)
 
 
 # ---- fresh models
@@ -266,8 +266,8 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
     for i, segment in enumerate(segmentation(config.layers)):
         for slot in range(segment.slots):
             layer = config.layers[segment.layer(slot)]
-            own = {p: leaf for p, leaf in inner_leaves(config, layer) if not leaf.optional}
-            draw = functools.partial(drawn, own, sizes(config, layer))
+            required = {p: leaf for p, leaf in inner_leaves(config, layer) if not leaf.optional}
+            draw = functools.partial(drawn, required, sizes(config, layer))
             places = jnp.asarray([segment.layer(slot, j) for j in range(segment.repeats)])
             for path, leaf in jax.vmap(draw)(keys[places]).items():
                 made[f"stack/segment_{i}/slot_{slot}/{path}"] = leaf
@@ -283,8 +283,8 @@ def drawn(
         shape = shape_of(leaf, sized)
         if leaf.init is not None:
             return jnp.full(shape, leaf.init, jnp.float32)
-        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        return normal_init(own, shape, jnp.float32)
+        leaf_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return normal_init(leaf_key, shape, jnp.float32)
 
     return {path: values(path, leaf) for path, leaf in leaves.items()}
 

@@ -1,7 +1,5 @@
 """Linear layers with adapters, and access of modules to their leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,8 +86,8 @@ def turned(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(x.shape[::-1])
 
 
-def _wide_bwd(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
+def _wide_bwd(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
     # Transpose the narrower operand: for a wide one that takes longer than the product.
     if x.shape[1] <= g.shape[1]:
         dw = jnp.dot(turned(x), g, preferred_element_type=jnp.float32)

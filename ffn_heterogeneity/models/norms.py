@@ -1,7 +1,5 @@
 """Norms: RMSNorm (Llama's and Gemma's), LayerNorm, LayerNorm without parameters."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Run options of a model: dtype, rematerialization, kernels, shardings on a mesh."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Rotary position embeddings, half-rotation form (Hugging Face's order of the head dimension)."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -1,7 +1,5 @@
 """Sampling of the next token, and stopping rules."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
@@ -63,9 +61,9 @@ def own_settings(config: ModelConfig) -> dict[str, float]:
     unread = [f"{k}={values[k]}" for k in off if values.get(k) not in (None, off[k])]
     if unread:
         print(f"generation_config.json: not used here: {', '.join(unread)}", file=sys.stderr)
-    found = {"temperature": values.get("temperature"), "top_p": values.get("top_p")}
-    found = {name: 1.0 if value is None else value for name, value in found.items()}
-    return found if sampled else {}
+    settings = {"temperature": values.get("temperature"), "top_p": values.get("top_p")}
+    settings = {name: 1.0 if value is None else value for name, value in settings.items()}
+    return settings if sampled else {}
 
 
 class Generation(NamedTuple):
@@ -110,12 +108,12 @@ class AnswerSoFar:
         if self.tokenizer is None:
             return
         self.text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        found = [self.text.partition(stop)[0] for stop in self.sampling.stop if stop in self.text]
+        cuts = [self.text.partition(stop)[0] for stop in self.sampling.stop if stop in self.text]
         if self.hidden:
-            whole = self.tokenizer.decode(self.tokens, skip_special_tokens=False)
-            found += [self._shown(whole.partition(s)[0]) for s in self.hidden if s in whole]
-        if found:
-            self.text, self.finish = min(found, key=len), "stop"
+            full_text = self.tokenizer.decode(self.tokens, skip_special_tokens=False)
+            cuts += [self._shown(full_text.partition(s)[0]) for s in self.hidden if s in full_text]
+        if cuts:
+            self.text, self.finish = min(cuts, key=len), "stop"
 
     def _shown(self, text: str) -> str:
         for name in self.special:
@@ -141,8 +139,8 @@ def choose(logits_bv: jax.Array, hyper: dict, count: jax.Array | int) -> jax.Arr
         key = jax.random.key(hyper["seed"])
 
         def one(row, logits_v):
-            own = jax.random.fold_in(jax.random.fold_in(key, row), count)
-            return jax.random.categorical(own, logits_v)
+            row_key = jax.random.fold_in(jax.random.fold_in(key, row), count)
+            return jax.random.categorical(row_key, logits_v)
 
         return jax.vmap(one)(hyper["rows"], scaled_bv).astype(jnp.int32)
 

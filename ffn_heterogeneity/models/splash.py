@@ -1,7 +1,5 @@
 """Splash attention: JAX's blocked kernel for TPUs, with soft-caps, windows and packed documents."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

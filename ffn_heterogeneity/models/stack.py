@@ -6,8 +6,6 @@ local, global) repeated r times; its parameters are stacked, each leaf `[r, ...]
 s + j * P + p.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -87,11 +85,11 @@ def tree_segments(stack: dict) -> tuple[Segment, ...]:
     """
     segments, start = [], 0
     for i in range(len(stack)):
-        own = stack[f"segment_{i}"]
-        repeats = {path: leaf.shape[0] for path, leaf in flatten(own).items()}
+        tree = stack[f"segment_{i}"]
+        repeats = {path: leaf.shape[0] for path, leaf in flatten(tree).items()}
         if len(set(repeats.values())) != 1:
             raise ValueError(f"segment_{i}: leaves differ in their leading axis: {repeats}")
-        segment = Segment(start, len(own), next(iter(repeats.values())))
+        segment = Segment(start, len(tree), next(iter(repeats.values())))
         segments.append(segment)
         start += segment.slots * segment.repeats
     return tuple(segments)
@@ -115,13 +113,13 @@ def slots(params: dict) -> list[Slot]:
     """Slots of all layers of a tree, stacked or not."""
     if "layers" in params:
         return [Slot(f"layers/{i}", (i,), tree, False) for i, tree in enumerate(params["layers"])]
-    found = []
+    all_slots = []
     for i, segment in enumerate(tree_segments(params["stack"])):
         for slot in range(segment.slots):
             layers = tuple(segment.layer(slot, repeat) for repeat in range(segment.repeats))
             tree = params["stack"][f"segment_{i}"][f"slot_{slot}"]
-            found.append(Slot(f"stack/segment_{i}/slot_{slot}", layers, tree, True))
-    return found
+            all_slots.append(Slot(f"stack/segment_{i}/slot_{slot}", layers, tree, True))
+    return all_slots
 
 
 def layer_names(params: dict) -> dict[str, tuple[str, ...]]:
@@ -132,8 +130,8 @@ def layer_names(params: dict) -> dict[str, tuple[str, ...]]:
     names = {path: (path,) for path in flatten(params)}
     for slot in slots(params):
         for path in flatten(slot.tree):
-            own = tuple(f"layers/{layer}/{path}" for layer in slot.layers)
-            names[f"{slot.path}/{path}"] = own
+            per_layer = tuple(f"layers/{layer}/{path}" for layer in slot.layers)
+            names[f"{slot.path}/{path}"] = per_layer
     return names
 
 
@@ -222,8 +220,8 @@ def per_layer_slices(tree: Any, segment: Segment) -> Any:
     """[L, ...] leaves -> this segment's [r, P, ...]."""
 
     def cut(leaf):
-        part = leaf[segment.start : segment.start + segment.repeats * segment.slots]
-        return part.reshape(segment.repeats, segment.slots, *leaf.shape[1:])
+        rows = leaf[segment.start : segment.start + segment.repeats * segment.slots]
+        return rows.reshape(segment.repeats, segment.slots, *leaf.shape[1:])
 
     return jax.tree.map(cut, tree)
 
@@ -254,7 +252,7 @@ def run_stack(
     check_choice("remat", remat, REMAT_POLICIES)
     collected = []
     for i, segment in enumerate(check_stack(config, stack)):
-        own = stack[f"segment_{i}"]
+        segment_params = stack[f"segment_{i}"]
         # A completely unrolled scan is not a loop.
         looped = unroll is not True and segment.repeats > max(int(unroll), 1)
 
@@ -268,7 +266,9 @@ def run_stack(
                 seen.append(small)
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
 
-        x, small = jax.lax.scan(body, x, (own, per_layer_slices(per_layer, segment)), unroll=unroll)
+        x, small = jax.lax.scan(
+            body, x, (segment_params, per_layer_slices(per_layer, segment)), unroll=unroll
+        )
         # [r, P, ...] -> [r * P, ...]: layer order.
         collected.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), small))
     return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *collected)

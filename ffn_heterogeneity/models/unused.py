@@ -1,7 +1,5 @@
 """Leaves that a model's outputs do not depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,16 +39,16 @@ def unused_leaves(
     return tuple(path for path, is_used in zip(paths, used, strict=False) if not is_used)
 
 
-def check_leaves(config: ModelConfig, params: dict, beside: str = "") -> None:
+def check_leaves(config: ModelConfig, params: dict, exempt: str = "") -> None:
     """Check that all leaves of a tree are used (Flax does not report unused ones).
 
     Args:
-      beside: a root that other code reads ("task_head").
+      exempt: a root that other code reads ("task_head").
 
     Raises:
       ValueError: unused leaves; the message names them.
     """
-    unused = [path for path in unused_leaves(config, params) if path.split("/")[0] != beside]
+    unused = [path for path in unused_leaves(config, params) if path.split("/")[0] != exempt]
     others = {name for adapter in ADAPTERS.values() for name in adapter.for_losses}
     refuse_unused(config, [path for path in unused if path.split("/")[-1] not in others])
 

@@ -4,8 +4,6 @@ Leaves of experts have the axis "expert" (models/leaves.py). The number of exper
 config, never from a leaf's rank, because codes and factors have other ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,8 +24,8 @@ def linears(config: ModelConfig, params: dict) -> Iterator[tuple[Place, dict]]:
       LeafError: an undeclared leaf.
     """
     for layer, tree in enumerate(unstack(params)["layers"]):
-        for name, own in nodes(tree, is_linear):
-            yield from _by_expert(config, Place(layer, None, name), own)
+        for name, leaves in nodes(tree, is_linear):
+            yield from _by_expert(config, Place(layer, None, name), leaves)
 
 
 def ffn_blocks(config: ModelConfig, params: dict) -> Iterator[tuple[Place, dict]]:
@@ -40,7 +38,7 @@ def ffn_blocks(config: ModelConfig, params: dict) -> Iterator[tuple[Place, dict]
       ValueError: a quantized block.
     """
     for layer, ffn in layer_leaves(params, "ffn"):
-        block = {name: own for name, own in ffn.items() if _of_block(name)}
+        block = {name: entry for name, entry in ffn.items() if _of_block(name)}
         if any("kernel" not in leaves for leaves in block.values() if isinstance(leaves, dict)):
             raise ValueError(
                 f"layer {layer}: its FFN holds codes or factors in place of kernels: fold the "
@@ -67,8 +65,8 @@ def _by_expert(config: ModelConfig, place: Place, tree: dict) -> Iterator[tuple[
             axis = axes[path]  # None: all experts share the leaf (e.g. a mask)
             return leaf if axis is None else leaf[(slice(None),) * (leaf.ndim + axis) + (expert,)]
 
-        own = {path: part(path, leaf) for path, leaf in flatten(tree).items()}
-        yield place._replace(expert=expert), unflatten(own)
+        expert_leaves = {path: part(path, leaf) for path, leaf in flatten(tree).items()}
+        yield place._replace(expert=expert), unflatten(expert_leaves)
 
 
 def write(config: ModelConfig, params: dict, new: Mapping[Place, Mapping[str, Any]]) -> dict:
@@ -82,11 +80,11 @@ def write(config: ModelConfig, params: dict, new: Mapping[Place, Mapping[str, An
     layers = list(params["layers"])
     for layer, name in dict.fromkeys((place.layer, place.name) for place in new):
         before = subtree(layers[layer], name)
-        whole = Place(layer, None, name)
-        leaves: Any = new.get(whole)
+        layer_place = Place(layer, None, name)
+        leaves: Any = new.get(layer_place)
         if leaves is None:
             experts = range(config.layers[layer].experts or 0)
-            parts = [new.get(whole._replace(expert=expert)) for expert in experts]
+            parts = [new.get(layer_place._replace(expert=expert)) for expert in experts]
             if None in parts or not parts:
                 raise ValueError(f"layer {layer}: only some of its {len(parts)} experts are given")
             with naming(f"layer {layer}: experts of unlike shapes"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.papers.nucl import EVALUATION, windows
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
-from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
+from ffn_heterogeneity.report.stats import FAILS, OPEN, TOLD, interval, verdict
 
 JREG = "losses.jreg."
 WEIGHT, ALPHA = JREG + "weight", JREG + "alpha"
@@ -82,80 +81,82 @@ def trainings(runs: Frame) -> Frame:
     return rows.sort_values(["total", WEIGHT, ALPHA], kind="stable")
 
 
-def over_steps(runs: Frame, curves: Frame) -> Frame:
+def over_steps(displacements: Frame, curves: Frame) -> Frame:
     """Measurements of series of checkpoints, and the curves of trainings."""
-    read = displacements(runs)
-    return pandas.concat([read[read.series], trainings(curves)], ignore_index=True)
+    series = displacements[displacements.series]
+    return pandas.concat([series, trainings(curves)], ignore_index=True)
+
+
+def finished(over_steps: Frame, runs: Frame) -> Frame:
+    """zeta_L over series of checkpoints, and over trainings that have ended."""
+    rows = over_steps[over_steps.what == ZETA]
+    return rows[rows.series.notna() | rows["run"].isin(runs["run"])]
 
 
 # ---- tables
 
 
-def as_printed(rows: Frame) -> Frame:
+def as_printed(trainings: Frame) -> Frame:
     """Rows with the labels of Tables 2 and 3."""
-    place = "here: lambda " + c.label(rows, "{:g}".format, WEIGHT) + ", " + rows.setup
-    place += rows.place.str.removeprefix("here")
-    return rows.assign(Size=rows["size"].replace(SIZES), place=place)
+    place = "here: lambda " + c.label(trainings, "{:g}".format, WEIGHT) + ", " + trainings.setup
+    place += trainings.place.str.removeprefix("here")
+    return trainings.assign(Size=trainings["size"].replace(SIZES), place=place)
 
 
-def table_1(runs: Frame) -> Frame:
-    rows = displacements(runs)
-    return c.table(rows[~rows.series].assign(Model=rows.model), ["Model", "place"], RATES)
+def table_1(displacements: Frame) -> Frame:
+    rows = displacements[~displacements.series]
+    return c.table(rows.assign(Model=rows.model), ["Model", "place"], RATES)
 
 
-def table_2(runs: Frame) -> Frame:
-    rows = c.accuracies(as_printed(trainings(runs)), TASKS, MEAN)
+def table_2(as_printed: Frame) -> Frame:
+    rows = c.accuracies(as_printed, TASKS, MEAN)
     return c.pivot(rows, rows[ROW])
 
 
-def table_3(runs: Frame) -> Frame:
-    return c.table(as_printed(trainings(runs)), ROW, RATES)
+def table_3(as_printed: Frame) -> Frame:
+    return c.table(as_printed, ROW, RATES)
 
 
-def table_7(runs: Frame, curves: Frame) -> Frame:
-    rows = over_steps(runs, curves)
-    finished = rows.series.notna() | rows["run"].isin(runs["run"])
-    rows = rows[(rows.what == ZETA) & finished]
-    total = rows.total.where(rows.total.notna(), rows.groupby("curve")["step"].transform("max"))
-    fifth = (5 * rows["step"].astype(float) / total.astype(float)).round()
-    rows = rows.assign(column=(20 * fifth).map("{:g}%".format))
-    rows = rows[(rows["step"] == (fifth / 5 * total.astype(float)).round()) & (fifth > 0)]
-    rows = rows.sort_values("step", kind="stable")
+def table_7(finished: Frame) -> Frame:
+    """zeta_L at each fifth of a training, or of a series of checkpoints."""
+    rows = finished.sort_values("step", kind="stable")
+    step = rows["step"].astype(float)
+    total = rows.total.fillna(rows.groupby("curve")["step"].transform("max")).astype(float)
+    fifth = (5 * step / total).round()
     labels = {"Model": rows.model.where(rows.series.notna(), "trained here")}
     labels |= {"Size": rows["size"].replace(SIZES).fillna("-"), "place": "here: " + rows.curve}
-    return c.pivot(rows, labels)
+    rows = rows[(step == (fifth / 5 * total).round()) & (fifth > 0)]
+    return c.pivot(rows, labels, (20 * fifth).map("{:g}%".format))
 
 
-def figure_5(runs: Frame) -> Frame:
-    rows = as_printed(trainings(runs)).query("Method == 'Baseline'")
+def figure_5(as_printed: Frame) -> Frame:
+    rows = as_printed.query("Method == 'Baseline'")
     return c.table(rows, ["Size", "steps", "place"], {"zeta_L": ZETA})
 
 
-def pretraining(runs: Frame) -> Frame:
-    rows = trainings(runs)
-    tokens = rows.drop_duplicates(LABELS)
-    tokens = tokens.assign(cell=tokens.total * tokens.batch_size * tokens.seq_len)
+def pretraining(trainings: Frame) -> Frame:
+    tokens = trainings.total * trainings.batch_size * trainings.seq_len
+    tokens = trainings.assign(cell=tokens).drop_duplicates(LABELS)
     columns = {"tokens": tokens, "parameters": "parameters", **METRICS, "entropy": ENTROPY}
-    return c.table(rows, LABELS, columns | c.every_task(rows))
+    return c.table(trainings, LABELS, columns | c.every_task(trainings))
 
 
 def against_baseline(rows: Frame, what: str, index: list[str]) -> Any:
-    """Paired differences of trainings with JREG from the baseline with the same seed and setup."""
-    rows = c.last(rows[rows.what == what])
+    """Trainings with JREG against the baseline of the same seed and setup."""
+    rows = rows[rows.what == what]
     ours, base = (rows[rows.Method == x] for x in (OURS, "Baseline"))
     free = (WEIGHT, ALPHA, "loss", "alpha", "Method", "curve")
     return c.against(ours, base, index, ["size", "setup", "place"], free)
 
 
-def paired(runs: Frame) -> Frame:
-    rows = trainings(runs)
-    columns = {name: against_baseline(rows, what, LABELS) for name, what in METRICS.items()}
-    return c.table(rows, LABELS, columns)
+def paired(trainings: Frame) -> Frame:
+    columns = {x: against_baseline(trainings, what, LABELS) for x, what in METRICS.items()}
+    return c.table(trainings, LABELS, columns)
 
 
-def models(runs: Frame) -> Frame:
-    rows, index = displacements(runs), ["model", "h_L", "place"]
-    rows = rows.assign(place="here" + rows.windows)
+def models(displacements: Frame) -> Frame:
+    index = ["model", "h_L", "place"]
+    rows = displacements.assign(place="here" + displacements.windows)
     layers = rows[rows.what == PSI].groupby(index).layer.max().astype(float).astype(object)
     text = rows.drop_duplicates(index).assign(cell=rows.text)
     return c.table(rows, index, {**RATES, "layers": layers, "tokens": "tokens", "text": text})
@@ -164,25 +165,23 @@ def models(runs: Frame) -> Frame:
 # ---- figures
 
 
-def figure_2(runs: Frame) -> Frame:
-    rows = displacements(runs).query("what == @PSI and not series")
+def figure_2(displacements: Frame) -> Frame:
+    rows = displacements.query("what == @PSI and not series")
     return c.points(rows, DEPTH, rows.model, rows.h_L + rows.windows, "layer")
 
 
 def psi(curves: Frame) -> Frame:
     """Displacements at the last step that all seeds have."""
-    rows = trainings(curves)
-    rows, by = rows[rows.what == PSI], ["size", "curve"]
+    rows, by = trainings(curves).query("what == @PSI"), ["size", "curve"]
     seeds = rows.groupby(by)["run"].transform("nunique")
     rows = rows[rows.groupby([*by, "step"])["run"].transform("nunique") == seeds]
     rows = rows[rows["step"] == rows.groupby(by)["step"].transform("max")]
     return c.points(rows, DEPTH, rows["size"], rows.curve, "layer")
 
 
-def figure_4(runs: Frame, curves: Frame) -> Frame:
+def figure_4(over_steps: Frame) -> Frame:
     """A line for each evaluated step, at most five of them."""
-    rows = over_steps(runs, curves)
-    rows = rows[rows.what == PSI].sort_values("step", kind="stable")
+    rows = over_steps[over_steps.what == PSI].sort_values("step", kind="stable")
     by = rows.groupby("curve")["step"]
     pairs = zip(by.rank("dense") - 1, by.transform("nunique"), strict=True)
     some = [n > 1 and i in np.linspace(0, n - 1, min(5, n)).round() for i, n in pairs]
@@ -190,27 +189,27 @@ def figure_4(runs: Frame, curves: Frame) -> Frame:
     return c.points(rows, DEPTH, rows.curve, c.label(rows, "step {:,d}".format, "step"), "layer")
 
 
-def curves(runs: Frame, curves: Frame) -> Frame:
-    panels = {f"{name} (%)" if name in RATES else name: what for name, what in METRICS.items()}
-    rows = over_steps(runs, curves)
-    made = pandas.concat([rows[rows.what == x].assign(shown=name) for name, x in panels.items()])
-    return c.points(made, made.shown, made["size"].fillna("checkpoints"), made.curve)
+def curves(over_steps: Frame) -> Frame:
+    panels = {what: f"{name} (%)" if name in RATES else name for name, what in METRICS.items()}
+    made = pandas.concat([over_steps[over_steps.what == what] for what in panels])
+    size = made["size"].fillna("checkpoints")
+    return c.points(made, made.what.map(panels), size, made.curve)
 
 
 # ---- claims
 
 
-def claimed(runs: Frame, what: str, sign: int = 1) -> Frame:
-    """Claim parts of JREG compared with the baseline: runs by size, one part per loss."""
-    rows = c.with_answers(named(trainings(runs)), TASKS, MEAN)
+def named(trainings: Frame) -> Frame:
+    """Rows with the labels of a claim on trainings."""
+    place = trainings["size"] + ", " + trainings.steps + " steps" + trainings.place.str[4:]
+    return trainings.assign(part=trainings.loss, run_on=place)
+
+
+def claimed(named: Frame, what: str, sign: int = 1) -> Frame:
+    """JREG against the baseline: the runs of a size, and each loss a part."""
+    rows = c.with_answers(named, TASKS, MEAN)
     parts = rows[rows.Method == OURS].drop_duplicates(c.CLAIM).set_index(c.CLAIM).index
     return c.judged(against_baseline(rows, what, c.CLAIM).reindex(parts), sign)
-
-
-def named(rows: Frame) -> Frame:
-    """Rows with the labels of a claim on trainings."""
-    place = rows["size"] + ", " + rows.steps + " steps" + rows.place.str.removeprefix("here")
-    return rows.assign(part=rows.loss, run_on=place)
 
 
 mean_accuracy = partial(claimed, what=MEAN)
@@ -218,46 +217,39 @@ below_baseline = partial(claimed, what=ZETA, sign=-1)
 no_worse = partial(claimed, what=NLL, sign=-1)
 
 
-def no_jump(runs: Frame) -> Frame:
-    rows = named(trainings(runs))
-    return within(rows[rows[ALPHA].astype(float) >= 0.5], 0.0, 0.005)
+def no_jump(named: Frame) -> Frame:
+    return within(named[named[ALPHA].astype(float) >= 0.5], 0.0, 0.005)
 
 
-def published(runs: Frame) -> Frame:
-    rows = displacements(runs)
-    rows = rows.assign(part=rows.model, run_on=rows.h_L + rows.windows)
-    return within(rows[~rows.series & ~rows.trained], *TABLE_1)
+def published(displacements: Frame) -> Frame:
+    rows = displacements.query("not series and not trained")
+    return within(rows.assign(part=rows.model, run_on=rows.h_L + rows.windows), *TABLE_1)
 
 
 def within(rows: Frame, low: float, high: float) -> Frame:
-    """Claim parts: the last zeta_L, and whether it is in the interval for every seed."""
-
-    def told(its: Any) -> str:
-        holds = HOLDS if its.between(low, high).all() else FAILS
-        return holds if np.isfinite(its).all() else OPEN
-
+    """The last zeta_L, and whether that of every seed is between these."""
     rows = c.last(rows[rows.what == ZETA])
     c.one_setting(rows, c.CLAIM)
+    rows = rows.assign(holds=rows["value"].between(low, high), known=np.isfinite(rows["value"]))
     by = rows.groupby(c.CLAIM, sort=False)
-    return by.agg(value=("cell", c.spread), verdict=("value", told)).reset_index()
+    made = by.agg(value=("cell", c.spread), holds=("holds", "all"), known=("known", "all"))
+    return made.assign(verdict=made.holds.map(TOLD).where(made.known, OPEN)).reset_index()
 
 
-def rising(runs: Frame, curves: Frame) -> Frame:
-    """Claim parts: growth of zeta_L between fifths of the training, else between evaluations."""
-    rows = over_steps(runs, curves)
-    finished = rows["run"].isin(runs["run"]) & (rows.Method == "Baseline")
-    rows, made = rows[(rows.what == ZETA) & (rows.series.notna() | finished)], []
+def rising(finished: Frame) -> Frame:
+    """The growth of zeta_L from each fifth of training to the next; else from evaluation to
+    evaluation."""
+    rows, made = finished[finished.series.notna() | (finished.Method == "Baseline")], []
     places = rows["size"] + ", " + rows.steps + " steps" + rows.place.str[4:]
-    places = places.where(rows.series.isna(), rows.curve)
-    for place, its in rows.groupby(places, sort=False):
-        table = its.pivot_table(index="run", columns="step", values="value").dropna(axis=1)
-        fifths = [round(x * max(table.columns, default=0) / 5) for x in range(1, 6)]
-        steps = fifths if set(fifths) <= set(table.columns) else [x for x in table.columns if x]
-        for before, step in pairwise(steps):
-            apart = (table[step] - table[before]).tolist()
-            told = verdict(interval(apart), 1) if any(apart) else FAILS
-            made.append((place, f"step {step:,d}", interval(apart), told))
-    return pandas.DataFrame(made, columns=[*c.CLAIM, "value", "verdict"])
+    for place, its in rows.groupby(places.where(rows.series.isna(), rows.curve), sort=False):
+        table = its.pivot_table("value", "run", "step").drop(columns=0, errors="ignore")
+        table = table.dropna(axis=1)  # steps that all seeds have
+        fifths = [round(x * max(table, default=0) / 5) for x in range(1, 6)]
+        table = table[fifths] if set(fifths) <= set(table) else table
+        for step, grown in table.diff(axis=1).iloc[:, 1:].items():
+            told = verdict(interval(list(grown)), 1) if grown.any() else FAILS
+            made.append((place, f"step {step:,d}", interval(list(grown)), told))
+    return pandas.DataFrame(made, columns=c.PARTS)
 
 
 CURVES = (PSI, ENTROPY, *METRICS.values())

@@ -12,7 +12,7 @@ from ffn_heterogeneity.papers.jreg import two_names
 from ffn_heterogeneity.papers.nucl import EVALUATION, read_text, windows
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
-from ffn_heterogeneity.report.stats import FAILS, HOLDS, middle
+from ffn_heterogeneity.report.stats import TOLD, middle
 
 PRINTED = printed("massive_weights")
 TASKS, TABLE_7 = PRINTED["tasks"], PRINTED["tables"]["table_7"]["rows"]
@@ -24,20 +24,24 @@ SCOPE, CURRICULUM, A, P0 = (DROP + key for key in ("scope", "curriculum", "a", "
 READ_BY = {"macdrop.a": ["exp"], "macdrop.epochs": ["epoch_before", "epoch_after"]}
 LABELS = ["model", "text", "method", "attacked", "place"]
 LABELS_1 = ["Models", "Attack", "place"]
+# MacDrop's scope, curriculum and p0: the paper's, and a control.
+ITS_STEP, ALWAYS = ("massive", "step", 0.8), ("massive", "constant", 1.0)
 
 
 # ---- runs
 
 
 def evaluations(runs: Frame) -> Frame:
-    """Evaluations of attacked ("zero 5") or unattacked models ("-")."""
+    """Models attacked ("zero 5"), or evaluated as they are ("-"); "what" may be a task's name, or
+    the mean of the tasks."""
     names = ("attack", "k", "config.layer", "token", "prepare", *EVALUATION)
     rows = c.evaluated(c.need(runs, *names), "attack")
     attacked = (rows.attack + " " + rows.k.astype(str)).where(rows.k != 0, "-")
     layers = c.label(rows, ", layer {:g}".format, "config.layer").fillna("")
     place = "here" + layers + windows(rows)
     rows = rows.assign(attacked=attacked, text=read_text(rows), place=place)
-    return rows.sort_values(["model", "text", "k"], kind="stable")
+    rows = rows.sort_values(["model", "text", "k"], kind="stable")
+    return c.with_answers(rows, TASKS, MEAN)
 
 
 def tunings(runs: Frame) -> Frame:
@@ -55,17 +59,15 @@ def tunings(runs: Frame) -> Frame:
     return rows.assign(adapter=names, prepare=names, train_only=rows.train_only.mask(leaves))
 
 
-def untrained(runs: Frame) -> Frame:
-    """Evaluations of models without trained adapters."""
-    rows = evaluations(runs)
-    return rows[~rows.origin.isin(tunings(runs)["run"])]
+def untrained(evaluations: Frame, tunings: Frame) -> Frame:
+    """Evaluations of models as they are, not of trained ones."""
+    return evaluations[~evaluations.origin.isin(tunings["run"])]
 
 
-def adapted(runs: Frame) -> Frame:
+def adapted(evaluations: Frame, tunings: Frame) -> Frame:
     """Evaluations of models with trained adapters; "trained.<key>" are settings of the training."""
-    tuned = tunings(runs).drop_duplicates("run").set_index("run")
-    rows = evaluations(runs)
-    rows = rows[rows.origin.isin(tuned.index)]
+    tuned = tunings.drop_duplicates("run").set_index("run")
+    rows = evaluations[evaluations.origin.isin(tuned.index)]
     away = [*c.OWN, *c.NO_EFFECT, "model"]
     own = tuned[[name for name in tuned if not c.among(name, away)]].add_prefix("trained.")
     theirs = {name: rows.origin.map(tuned[name]).astype(object) for name in ("model", "seed")}
@@ -81,7 +83,7 @@ def method_of(adapter: str, scope: Any, curriculum: Any, a: Any, p0: Any) -> str
     name = {"lora": "LoRA", "dora": "DoRA"}.get(adapter, adapter)
     if pandas.isna(p0):
         return name
-    if (scope, curriculum, p0) == ("massive", "step", 0.8):
+    if (scope, curriculum, p0) == ITS_STEP:
         return f"{name} + MacDrop"
     at = f"exp, a {a}" if curriculum == "exp" else curriculum
     return f"{adapter}, {scope}, {at}, p0 {p0:.1f}"
@@ -103,13 +105,14 @@ def analyses(runs: Frame) -> Frame:
 
 
 def answers(rows: Frame, mean: str) -> Frame:
-    """Accuracies and their mean, regardless of the text that the run also evaluated."""
-    return c.accuracies(rows, TASKS, mean).drop(columns="text")
+    """Accuracies and their mean, whichever text the run read besides."""
+    rows = rows[rows["column"].notna()].drop(columns="text")
+    return rows.assign(column=rows["column"].replace(MEAN, mean))
 
 
-def table_1(runs: Frame) -> Frame:
-    rows = untrained(runs).query("attacked in @ATTACKS")
-    rows["Attack"], rows["Models"] = rows.attacked.map(ATTACKS), rows.model
+def table_1(untrained: Frame) -> Frame:
+    rows = untrained.query("attacked in @ATTACKS")
+    rows = rows.assign(Attack=rows.attacked.map(ATTACKS), Models=rows.model)
     rows["place"] = "here: " + rows.place.str.removeprefix("here, ")
     read = rows.query("what == 'perplexity' and text in @TEXTS")
     read = c.pivot(read, read[LABELS_1], read.text.map(TEXTS))
@@ -119,15 +122,15 @@ def table_1(runs: Frame) -> Frame:
     return pandas.concat([read, means, c.pivot(rows, rows[LABELS_1])], axis=1)
 
 
-def table_7(runs: Frame) -> Frame:
-    rows = analyses(runs).drop_duplicates(["model", "five"]).assign(place="here")
+def table_7(analyses: Frame) -> Frame:
+    rows = analyses.drop_duplicates(["model", "five"]).assign(place="here")
     rows = rows.rename(columns={"model": "Models", "found": "Layer", "five": "Indices"})
     return rows.set_index(["Models", "place"])[["Layer", "Indices"]]
 
 
-def table_4(runs: Frame, attack: str = "zero 3", names: dict[str, str] | None = None) -> Frame:
+def table_4(adapted: Frame, attack: str = "zero 3", names: dict[str, str] | None = None) -> Frame:
     """Accuracies of models with adapters under one attack."""
-    rows = answers(adapted(runs).query("attacked == @attack"), "Avg.")
+    rows = answers(adapted.query("attacked == @attack"), "Avg.")
     labels = {"Model": rows.model, "Method": rows.method, "place": rows.place}
     return c.pivot(rows, labels, rows["column"].replace(names or {}))
 
@@ -141,9 +144,9 @@ def schedule(rows: Frame, prefix: str = DROP) -> Any:
     return rows[prefix + "curriculum"].where(rows[prefix + "curriculum"] != "exp", exp)
 
 
-def table_5(runs: Frame) -> Frame:
-    rows = adapted(runs).query("attacked == '-' and `trained.adapter` == 'lora'")
-    rows = answers(rows[rows[SCOPE] == "massive"], MEAN).query("column == @MEAN")
+def table_5(adapted: Frame) -> Frame:
+    rows = adapted.query("attacked == '-' and `trained.adapter` == 'lora' and what == @MEAN")
+    rows = answers(rows[rows[SCOPE] == "massive"], MEAN)
     labels = {"Curriculum": schedule(rows), "place": "here: " + rows.model}
     return c.pivot(rows, labels, c.label(rows, "{:.1f}".format, P0))
 
@@ -166,68 +169,61 @@ def unattacked(rows: Frame, what: str, index: list[str], how: Any = None) -> Any
     return c.against(rows, rows[rows.attacked == "-"], index, on, free, how)
 
 
-def macdrop(runs: Frame) -> Frame:
-    rows = c.with_answers(adapted(runs), TASKS, MEAN)
-    columns = {"NLL": "nll", "Δ vs adapter alone": alone(rows, "nll", LABELS)}
-    columns |= {"Δ vs unattacked": unattacked(rows, "nll", LABELS), "accuracy": MEAN}
-    columns |= {"Δ accuracy vs adapter alone": alone(rows, MEAN, LABELS)}
-    return c.table(rows, LABELS, columns)
+def macdrop(adapted: Frame) -> Frame:
+    columns = {"NLL": "nll", "Δ vs adapter alone": alone(adapted, "nll", LABELS)}
+    columns |= {"Δ vs unattacked": unattacked(adapted, "nll", LABELS), "accuracy": MEAN}
+    columns |= {"Δ accuracy vs adapter alone": alone(adapted, MEAN, LABELS)}
+    return c.table(adapted, LABELS, columns)
 
 
-def macdrop_questions(runs: Frame) -> Frame:
-    rows = c.with_answers(adapted(runs), TASKS, MEAN)
-    return c.table(rows, LABELS, {x: alone(rows, x, LABELS, c.paired_units) for x in TASKS})
+def macdrop_questions(adapted: Frame) -> Frame:
+    columns = {task: alone(adapted, task, LABELS, c.paired_units) for task in TASKS}
+    return c.table(adapted, LABELS, columns)
 
 
-def attacks(runs: Frame) -> Frame:
-    rows = c.with_answers(untrained(runs), TASKS, MEAN)
-    index = ["model", "text", "attack", "k", "place"]
-    columns, names = {"perplexity": "perplexity"}, {"NLL": "nll", **{x: x for x in TASKS}}
-    for name, what in names.items():
-        columns[f"Δ {name} vs unattacked"] = unattacked(rows, what, index, c.paired_units)
-    return c.table(rows, index, columns)
+def attacks(untrained: Frame) -> Frame:
+    index, columns = ["model", "text", "attack", "k", "place"], {"perplexity": "perplexity"}
+    for name, what in {"NLL": "nll", **{x: x for x in TASKS}}.items():
+        apart = unattacked(untrained, what, index, c.paired_units)
+        columns[f"Δ {name} vs unattacked"] = apart
+    return c.table(untrained, index, columns)
 
 
 # ---- figures
 
 
-def at(rows: Frame, value: str, panel: Any, line: Any, x: str) -> Frame:
+def at(rows: Frame, value: Any, panel: Any, line: Any, x: str) -> Frame:
     """Points of means over seeds."""
-    made = c.points(rows.drop(columns="attacked", errors="ignore"), value, panel, line, x)
+    made = c.points(rows, value, panel, line, x, ("attacked", "method", "place"))
     by = ["panel", "value", "line", "x"]
     return made.groupby(by, sort=False)["y"].mean().reset_index().assign(seed=None)
 
 
-def figure_3(runs: Frame) -> Frame:
-    states = {"h_out": "hidden state", "intermediate": "intermediate state"}
-    rows = analyses(runs)
-    ranked = rows[rows.what.isin(list(states))]
-    place = ranked.groupby(["run", "what", "layer"]).cumcount()
-    ranked = ranked.assign(line=place.map({0: "1st", 1: "2nd", 2: "3rd"}))
-    middle = rows[rows.what.isin([f"{x}/median" for x in states])].assign(line="median")
-    rows = pandas.concat([ranked, middle], ignore_index=True)
+def figure_3(analyses: Frame) -> Frame:
+    """States of each layer: the three largest, by their rank, and the median."""
+    rows, states = analyses, {"h_out": "hidden state", "intermediate": "intermediate state"}
     value = rows.what.str.removesuffix("/median").map(states)
-    return c.points(rows, value, rows.model, rows.line, "layer")
+    rank = rows.groupby(["run", "what", "layer"]).cumcount().map({0: "1st", 1: "2nd", 2: "3rd"})
+    line = rank.where(~rows.what.str.endswith("/median"), "median")
+    return c.points(rows[value.notna()], value, rows.model, line, "layer")
 
 
-def figure_4(runs: Frame) -> Frame:
-    rows = c.with_answers(untrained(runs), TASKS, MEAN).query("what == @MEAN")
+def figure_4(untrained: Frame) -> Frame:
+    rows = untrained.query("what == @MEAN")
     return at(rows, MEAN, rows.model, rows.attack + rows.place.str[4:], "k")
 
 
-def perplexity_by_k(runs: Frame) -> Frame:
-    rows = untrained(runs).query("what == 'perplexity'")
+def perplexity_by_k(untrained: Frame) -> Frame:
+    rows = untrained.query("what == 'perplexity'")
     line = rows.attack + ", " + rows.text + rows.place.str[4:]
     return at(rows, "perplexity", rows.model, line, "k")
 
 
-def figure_6(runs: Frame) -> Frame:
-    rows = c.with_answers(adapted(runs), TASKS, MEAN)
-    rows = rows[rows[CURRICULUM] == "constant"].drop(columns="method")
-    line = rows["trained.adapter"] + ", " + rows[SCOPE] + ", "
-    rows["curve"] = line + rows.attack + " " + rows.k.astype(str) + ", " + rows.text
-    parts = {what: rows[rows.what == what] for what in (MEAN, "perplexity")}
-    return pandas.concat([at(x, what, x.model, x.curve, P0) for what, x in parts.items()])
+def figure_6(adapted: Frame) -> Frame:
+    rows = adapted.query("what in [@MEAN, 'perplexity']").sort_values("what", kind="stable")
+    rows = rows[rows[CURRICULUM] == "constant"]
+    line = rows["trained.adapter"] + ", " + rows[SCOPE] + ", " + rows.attack + " "
+    return at(rows, rows.what, rows.model, line + rows.k.astype(str) + ", " + rows.text, P0)
 
 
 def figure_7(curves: Frame) -> Frame:
@@ -241,38 +237,34 @@ def figure_7(curves: Frame) -> Frame:
 # ---- claims
 
 
-def as_printed(runs: Frame) -> Frame:
+def as_printed(analyses: Frame) -> Frame:
     table = {name: f"{layer}; {five}" for name, layer, five in TABLE_7}
-    rows = analyses(runs).drop_duplicates(["model", "five"]).query("model in @table")
+    rows = analyses.drop_duplicates(["model", "five"]).query("model in @table")
     text = c.label(rows, "{}; {}".format, "found", "five")
-    told = (text == rows.model.map(table)).map({True: HOLDS, False: FAILS})
+    told = (text == rows.model.map(table)).map(TOLD)
     return rows.assign(part=rows.model, value=text, verdict=told, run_on=rows.model)
 
 
-def of_attacks(runs: Frame, attack: str, base: str) -> Frame:
-    """Claim parts: the loss under one attack compared with another attack, or none ("-")."""
-    rows = untrained(runs).query("what == 'nll'")
+def of_attacks(untrained: Frame, attack: str, base: str) -> Frame:
+    """The loss under one attack against that under another, or under none ("-")."""
+    rows = untrained.query("what == 'nll' and `config.layer`.isna()")
     rows = rows.assign(part=rows.text, run_on=rows.model + ", " + rows.text)
-    rows, on = rows[rows["config.layer"].isna()], ["model", "text", "window"]
-    ours, other = (rows[rows.attacked == x] for x in (attack, base))
-    return c.judged(c.against(ours, other, c.CLAIM, on, ("attack", "k", "attacked", "limit")))
+    on, free = ["model", "text", "window"], ("attack", "k", "attacked", "limit")
+    return c.claim(rows, rows.attacked == attack, rows.attacked == base, on, free)
 
 
 zeroing_and_retaining = partial(of_attacks, attack="zero 5", base="retain 5")
 zeroing_three = partial(of_attacks, attack="zero 3", base="-")
 
 
-def of_adapters(runs: Frame, what: str, attack: str, drop: tuple, sign: int) -> Frame:
-    """Claim parts: training with this MacDrop (scope, curriculum, p0) vs the adapter alone."""
-    rows = c.with_answers(adapted(runs), TASKS, MEAN)
-    mine = (rows[[SCOPE, CURRICULUM, P0]] == list(drop)).all(axis="columns")
-    rows = rows[(rows.attacked == attack) & (rows[P0].isna() | mine)]
+def of_adapters(adapted: Frame, what: str, attack: str, drop: tuple, sign: int) -> Frame:
+    """A training with this MacDrop (scope, curriculum, p0) against the adapter alone."""
+    mine = (adapted[[SCOPE, CURRICULUM, P0]] == list(drop)).all(axis="columns")
+    rows = adapted[(adapted.attacked == attack) & (adapted[P0].isna() | mine)]
     place = c.label(rows, "{}, {}, {}".format, "model", "trained.adapter", "text")
-    rows = rows.assign(part=rows.method, run_on=place)
-    return c.judged(alone(rows, what, c.CLAIM), sign)
+    return c.judged(alone(rows.assign(part=rows.method, run_on=place), what, c.CLAIM), sign)
 
 
-ITS_STEP, ALWAYS = ("massive", "step", 0.8), ("massive", "constant", 1.0)
 macdrop_under_attack = partial(of_adapters, what="nll", attack="zero 3", drop=ITS_STEP, sign=-1)
 macdrop_on_tasks = partial(of_adapters, what=MEAN, attack="-", drop=ITS_STEP, sign=1)
 # The positive control. It need not withstand the attack: LoRA on gate and up keeps those neurons

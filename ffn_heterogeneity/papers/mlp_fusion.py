@@ -9,14 +9,12 @@ from typing import Any
 import pandas
 
 from ffn_heterogeneity.papers import printed
-from ffn_heterogeneity.papers.p32 import on_paper
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
-from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN
 
-TABLES, NAMES = (printed("mlp_fusion")[key] for key in ("tables", "names"))
+NAMES = printed("mlp_fusion")["names"]
 METHODS, TUNED = NAMES["methods"], NAMES["tuned"]  # the paper's names, or ours
-BEST, SCORE, FUSION = "validation/best/", "score", METHODS["fusion"]
+SCORE, FUSION = "score", METHODS["fusion"]
 NTK, BLOCK = "ntk_error", "block_error"
 STATES, LAYERS = "tune.losses.layerwise.states", "compress.layers"
 METHOD = ("compress.method", "mask_1.kind", "truncate.blocks", "tune.kind", STATES)
@@ -33,7 +31,7 @@ DRAWN = ["fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd"]  # whose 
 
 
 def finetunings(runs: Frame) -> Frame:
-    """Last stages of jobs on labelled rows: "score" in percent, of the best evaluation.
+    """Last stages of jobs on labelled rows: "score" in percent, of the last evaluation.
 
     Runs of less than three epochs choose the learning rate, which their "place" has.
     """
@@ -51,8 +49,7 @@ def finetunings(runs: Frame) -> Frame:
     rows["layers"] = rows[LAYERS].fillna(rows["mask_3.layers"]).map(count_of)
     rows["neurons"] = rows["run"].map(os.path.dirname).map(widths)
     rows["place"] = "here: " + rows.model + size + chosen
-    best = c.in_percent(rows[rows.what.str.startswith(BEST)])
-    return pandas.concat([rows, best.assign(what=SCORE)], ignore_index=True)
+    return pandas.concat([rows, c.final_scores(rows).assign(what=SCORE)], ignore_index=True)
 
 
 def method_of(method: Any, masked: Any, blocks: Any, tuned: Any, states: Any) -> str:
@@ -102,15 +99,6 @@ def blocks(runs: Frame) -> Frame:
     return rows.assign(run=run, place="here: " + rows.model)
 
 
-def in_memory(runs: Frame) -> Frame:
-    """Language models compressed in memory."""
-    rows = c.evaluated(c.need(runs, "method", "ratio", "canonical", "spare"), "method")
-    names = c.label(rows, fused, "method", "canonical", "spare").where(rows.ratio != 0, "whole")
-    seed = rows.seed.where(rows.method.isin(DRAWN))
-    rows = rows.assign(seed=seed, names=names, place="here")
-    return rows.sort_values(["model", "ratio"], kind="stable")
-
-
 def fused(method: str, canonical: Any, spare: Any) -> str:
     """Name of a fusion: "fusion, canonical", "fusion, 5 spared"."""
     if canonical is True:
@@ -143,67 +131,71 @@ def recovered_from(method: Any, canonical: Any, spare: Any, criterion: Any, more
 # ---- tables
 
 
-def scores(runs: Frame, task: str = "") -> Frame:
-    """Scores on one task, or all."""
-    rows = finetunings(runs)
-    return rows[(rows.what == SCORE) & ((rows.task == task) | (task == ""))]
+def scores(finetunings: Frame) -> Frame:
+    """Scores on all tasks, in percent."""
+    return finetunings[finetunings.what == SCORE]
 
 
-def table_1(runs: Frame) -> Frame:
-    rows = blocks(runs).rename(columns={"kernel": "Method"})
+def sst2(scores: Frame) -> Frame:
+    """Scores on SST-2, with the labels of a claim."""
+    rows = scores[scores.task == "sst2"]
+    return rows.assign(part=rows.method + rows["size"], run_on=rows.task + rows.chosen)
+
+
+def table_1(blocks: Frame) -> Frame:
+    rows = blocks.rename(columns={"kernel": "Method"})
     return c.table(rows, ["Method", "place"], {"Output": BLOCK, "NTK": NTK})
 
 
-def table_2(runs: Frame, names: dict[str, str] = NAMES["table_2"]) -> Frame:
-    rows = default(scores(runs)).query("task in @names")
+def table_2(scores: Frame, names: dict[str, str] = NAMES["table_2"]) -> Frame:
+    rows = default(scores).query("task in @names")
     return c.pivot(rows, {"Method": rows.method, "place": rows.place}, rows.task.map(names))
 
 
 table_13 = partial(table_2, names=NAMES["table_13"])
 
 
-def table_5(runs: Frame) -> Frame:
-    rows = scores(runs, "sst2").query("method in ['Sketch', @FUSION]")
-    rows = rows[rows[LAYERS].isin(["2-5"])]
+def table_5(sst2: Frame) -> Frame:
+    rows = sst2.query("method in ['Sketch', @FUSION] and `compress.layers` == '2-5'")
     widths = c.label(rows, "{:g}".format, "neurons")
     labels = {"Intermediate Dimension": widths, "place": rows.place}
     return c.pivot(rows, labels, rows.method.replace(FUSION, "MLP Fusion"))
 
 
-def table_10(runs: Frame) -> Frame:
+def table_10(finetunings: Frame) -> Frame:
     """Sizes of each data set, as the first run on it read them."""
     names = {"train/rows": "Train size", "validation/rows": "Test Size"}
-    rows = finetunings(runs).query("what in @names").drop_duplicates(["task", "what"])
+    rows = finetunings.query("what in @names").drop_duplicates(["task", "what"])
     labels = {"Dataset": rows.task.replace(NAMES["tasks"]), "place": "here: " + rows.model}
     return c.pivot(rows, labels, rows.what.map(names))
 
 
-def table_12(runs: Frame) -> Frame:
-    rows, label = default(scores(runs, "sst2")), "Method+Task-specific Fine-tuning"
-    rows = rows[rows[STATES] == "block"]
+def table_12(sst2: Frame) -> Frame:
+    rows, label = default(sst2[sst2[STATES] == "block"]), "Method+Task-specific Fine-tuning"
     names = rows.method.str.removesuffix(", tuned").replace(TUNED["block"], "MLP Fusion(Ours)")
     return c.pivot(rows, {label: names, "place": rows.place}, "Accuracy")
 
 
-def table_14(runs: Frame) -> Frame:
-    rows = default(scores(runs, "sst2"))
+def table_14(sst2: Frame) -> Frame:
+    rows = default(sst2[sst2["compress.method"] == "fusion"])
+    seeds = rows.seed[rows.method != FUSION]  # a mean over further seeds would not compare
+    rows = rows[rows.seed.isin(seeds)]
     names = rows[STATES].map(NAMES["kept"]).where(rows.method != FUSION, FUSION)
-    rows = rows.assign(Methods=names)[(rows["compress.method"] == "fusion") & names.notna()]
+    rows = rows.assign(Methods=names)[names.notna()]
     return c.pivot(rows, rows[["Methods", "place"]], "Accuracy")
 
 
-def kernels(runs: Frame) -> Frame:
-    rows = blocks(runs)
-    return c.table(rows.assign(method=rows.kernel), ["model", "method", "place"], NAMES["kernels"])
+def kernels(blocks: Frame) -> Frame:
+    rows = blocks.assign(method=blocks.kernel)
+    return c.table(rows, ["model", "method", "place"], NAMES["kernels"])
 
 
 def webnlg(runs: Frame) -> Frame:
-    """BLEU and TER, in percent, of models trained on WebNLG, from the runs that evaluated them."""
-    rows, parts = c.need(runs, "data.task", "steps"), NAMES["webnlg"]
+    """BLEU and TER, in percent, of what other runs asked of models trained on WebNLG."""
+    rows = c.need(runs, "data.task", "steps")
     rows = rows[(rows["data.task"] == "webnlg") & rows.what.isin(["bleu", "ter"])]
     labels = {"model": rows.model, "steps": rows.steps.astype(str), "place": "here: " + rows.model}
-    made = c.pivot(rows, labels, rows.what.str.upper() + " " + rows.task.map(parts))
-    return made.reindex(columns=[f"{x} {y}" for x in ("BLEU", "TER") for y in parts.values()])
+    return c.pivot(rows, labels, rows.what.str.upper() + " " + rows.task.map(NAMES["webnlg"]))
 
 
 def minus(rows: Frame, base: str, index: list[str]) -> Any:
@@ -212,39 +204,47 @@ def minus(rows: Frame, base: str, index: list[str]) -> Any:
     return c.against(rows, default(rows[rows.method == base]), index, ON, FREE)
 
 
-def paired(runs: Frame) -> Frame:
-    rows, index = finetunings(runs), ["task", "method", "place"]
-    columns = {"score": SCORE, "Δ vs fusion": minus(rows, FUSION, index)}
-    columns |= {"Δ vs whole": minus(rows, "whole", index), "parameters": "parameters"}
-    return c.table(rows, index, columns)
+def paired(finetunings: Frame) -> Frame:
+    index = ["task", "method", "place"]
+    fusion, whole = (minus(finetunings, base, index) for base in (FUSION, "whole"))
+    names = dict.fromkeys(TUNED.values(), FUSION)
+    rows = finetunings[finetunings.what == SCORE]
+    rows = rows.assign(plain=rows.method.replace(names).str.removesuffix(", tuned"))
+    tuned = rows.plain != rows.method
+    untuned = c.against(rows[tuned], rows[~tuned], index, [*ON, "size", "plain"], FREE)
+    columns = {"score": SCORE, "Δ vs fusion": fusion, "Δ vs whole": whole}
+    columns["Δ vs untuned"] = untuned
+    return c.table(finetunings, index, columns | {"parameters": "parameters"})
 
 
 def untrained(runs: Frame) -> Frame:
-    rows = in_memory(runs)
-    rows = rows.assign(method=rows.names, share=c.label(rows, "{:g}".format, "ratio"))
+    """Language models compressed in memory."""
+    rows = c.evaluated(c.need(runs, "method", "ratio", "canonical", "spare"), "method")
+    names = c.label(rows, fused, "method", "canonical", "spare").where(rows.ratio != 0, "whole")
+    seed, share = rows.seed.where(rows.method.isin(DRAWN)), c.label(rows, "{:g}".format, "ratio")
+    rows = rows.assign(method=names, seed=seed, share=share, place="here")
+    rows = rows.sort_values(["model", "ratio"], kind="stable")
     columns = {"NLL": "nll", "perplexity": "perplexity", "inertia share": "inertia_share"}
     return c.table(rows, ["model", "method", "share", "place"], columns)
 
 
-def after_recovery(runs: Frame) -> Frame:
-    rows, index = recovered(runs), ["model", "steps", "method", "place"]
-    losses, columns = rows[rows.what == "nll"], {"NLL": "nll", "perplexity": "perplexity"}
+def after_recovery(recovered: Frame) -> Frame:
+    index, columns = ["model", "steps", "method", "place"], {"NLL": "nll"}
+    columns["perplexity"] = "perplexity"
+    losses = recovered[recovered.what == "nll"]
     for name in ("whole", "entropy removal"):
         base, on = losses[losses.method == name], ["model", "steps"]
         columns[f"Δ vs {name}"] = c.against(losses, base, index, on, FREE, c.paired_units)
-    return c.table(rows, index, columns)
+    return c.table(recovered, index, columns)
 
 
 # ---- figures
 
 
-def figure_4(runs: Frame) -> Frame:
-    rows = scores(runs, "sst2")
-    rows = rows[rows["tune.kind"].isna() & rows["compress.ratio"].isin([0.75])]
-    rows = rows[rows.groupby(["method", "chosen", "seed"])["layers"].transform("nunique") > 1]
-    away = (*STAGES, "size", "neurons", RATE)
-    rows = rows.drop(columns=[name for name in rows if name.startswith(away)])
-    return c.points(rows, "accuracy (%)", rows.task, rows.method + rows.chosen, "layers")
+def figure_4(sst2: Frame) -> Frame:
+    rows = sst2[sst2["tune.kind"].isna() & sst2["compress.ratio"].isin([0.75])]
+    line = rows.method + rows.chosen
+    return c.points(rows, "accuracy (%)", rows.task, line, "layers", (*FREE, "place"), least=2)
 
 
 def figure_5(curves: Frame) -> Frame:
@@ -256,53 +256,36 @@ def figure_5(curves: Frame) -> Frame:
 # ---- claims
 
 
-def of_paper(key: str, place: int, sign: int, but: tuple[str, ...] = ()) -> Frame:
-    """Each method minus fusion in a table of means and spreads over three runs, with z [ours]."""
-    cells = {row[0]: row[place].split(" ± ") for row in TABLES[key]["rows"]}
-    mean, spread = map(float, cells.pop(FUSION))
-    parts = []
-    for name, (other, own) in cells.items():
-        apart = float(other) - mean
-        z = sign * apart / ((spread**2 + float(own) ** 2) / 3) ** 0.5
-        told = HOLDS if z > 1.96 else FAILS if z < -1.96 else OPEN
-        if name not in but:
-            parts.append(("RoBERTa", name, f"{apart:+,.2f}, z {z:.1f}", told))
-    return on_paper(parts)
+def against_fusion(rows: Frame, on: list[str], sign: int) -> Frame:
+    """Methods against fusion; a method is a part."""
+    rows = rows.assign(part=rows.method)
+    base = rows[rows.method.isin([FUSION, "fusion"])]
+    return c.judged(c.against(rows, base, c.CLAIM, on, (*FREE, "kernel", "part")), sign)
 
 
-def closest_kernel(runs: Frame) -> Frame:
-    rows = blocks(runs).query("what == @NTK and method not in ['structured', 'bias_only']")
-    rows = rows.assign(part=rows.method, run_on=rows.model)
-    base, free = rows[rows.method == "fusion"], ("method", "kernel", "part")
-    found = c.against(rows, base, c.CLAIM, ["run_on"], free)
-    return pandas.concat([of_paper("table_1", 2, 1), c.judged(found)])
+def closest_kernel(blocks: Frame) -> Frame:
+    rows = blocks.query("what == @NTK and method not in ['structured', 'bias_only']")
+    return against_fusion(rows.assign(run_on=rows.model), ["run_on"], 1)
 
 
-def above_all(runs: Frame) -> Frame:
-    rows = default(scores(runs, "sst2")).query("`tune.kind`.isna() and method != 'whole'")
-    rows = rows.assign(part=rows.method, run_on=rows.task + rows.chosen)
-    paper = of_paper("table_2", 1, -1, ("RoBERTa", "+Task-specific Tuning"))
-    return pandas.concat([paper, c.judged(minus(rows, FUSION, c.CLAIM), -1)])
+def above_all(sst2: Frame) -> Frame:
+    rows = default(sst2).query("`tune.kind`.isna() and method != 'whole'")
+    return against_fusion(rows, ON, -1)
 
 
-def tuning(runs: Frame, tuned: str, base: str, sign: int) -> Frame:
-    """Compare a method with layer-wise tuning with the method alone."""
-    rows = default(scores(runs, "sst2"))
-    rows = rows.assign(part="tuned", run_on=rows.task + rows.chosen)
-    ours, other = (rows[rows.method == x] for x in (tuned, base))
-    return c.judged(c.against(ours, other, c.CLAIM, ON, FREE), sign)
+def tuning(sst2: Frame, tuned: str, base: str, sign: int) -> Frame:
+    """A method tuned layer by layer against the method alone."""
+    rows = default(sst2).assign(part="tuned")
+    return c.claim(rows, rows.method == tuned, rows.method == base, ON, FREE, sign)
 
 
 tuning_helps = partial(tuning, tuned=TUNED["block"], base=FUSION, sign=1)
 tuning_helps_sketch = partial(tuning, tuned="Sketch, tuned", base="Sketch", sign=-1)
 
 
-def above_half_depth(runs: Frame) -> Frame:
-    rows = scores(runs, "sst2")
-    rows = rows.assign(part=rows.method + rows["size"], run_on=rows.task + rows.chosen)
-    half = rows[rows.method.str.startswith("first ")]
-    ours = rows[(rows.layers < 5) & (rows.method == FUSION)]  # of six; the paper: < 10 of twelve
-    return c.judged(c.against(ours, half, c.CLAIM, ON, FREE))
+def above_half_depth(sst2: Frame) -> Frame:
+    ours = (sst2.layers < 5) & (sst2.method == FUSION)  # of six; the paper: < 10 of twelve
+    return c.claim(sst2, ours, sst2.method.str.startswith("first "), ON, FREE)
 
 
 CURVES = ("train/loss",)

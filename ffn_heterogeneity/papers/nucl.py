@@ -12,9 +12,8 @@ import pandas
 from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
-from ffn_heterogeneity.report.stats import two_proportions
 
-TABLES, TASKS, NAMES = (printed("nucl")[key] for key in ("tables", "tasks", "names"))
+TASKS, NAMES = (printed("nucl")[key] for key in ("tasks", "names"))
 METHODS = NAMES["methods"]  # "criterion, compensation" -> the paper's name, or ours
 LAYERS = NAMES["layers"]  # a config's count from 0, the paper's from 1
 NUCL = "losses.nucl."
@@ -29,7 +28,6 @@ CORPORA = ("wikitext", "c4", "pg19")  # known by the path of a text
 SIZES = {f"gemma{x}{n}b": f"{n}B" for n in (2, 9, 27) for x in ("2_", "-2-")}
 DATA = {"gsm8k": "GSM8K", "mbpp": "MBPP"}
 LOSS = ("loss", "alpha", "connections")
-OUT = "connections == 'FFN outgoing'"
 
 
 # ---- runs
@@ -99,6 +97,11 @@ def trainings(runs: Frame) -> Frame:
     return pandas.concat([rows, own[own.column == own.data].assign(what=SCORE)], ignore_index=True)
 
 
+def outgoing(trainings: Frame) -> Frame:
+    """Fine-tuning with or without NUCL on the FFN's outgoing connections."""
+    return trainings[trainings.connections == "FFN outgoing"]
+
+
 def ours(rows: Frame) -> Frame:
     """Fine-tuning with mstd."""
     return rows.query("alpha != '0' and loss == 'mstd'")
@@ -112,10 +115,9 @@ def lowest(rows: Frame, by: list[str]) -> Frame:
 
 
 def vs_standard(rows: Frame, every: Frame, what: str, index: list[str], how: Any = None) -> Any:
-    """Paired differences of these runs from those without NUCL, for the same model and data."""
-    base = c.last(every[(every.what == what) & (every.alpha == "0")])
+    """These runs against those without NUCL, of the same model and data."""
+    rows, base = rows[rows.what == what], every[(every.what == what) & (every.alpha == "0")]
     base = base.drop(columns=[x for x in base if x.startswith(NUCL) or x in LOSS])  # weight 0
-    rows = c.last(rows[rows.what == what])
     return c.against(rows, base, index, ["model", "data"], (NUCL, *LOSS), how)
 
 
@@ -129,38 +131,37 @@ def times_unpruned(rows: Frame, every: Frame, index: list[str]) -> Any:
 # ---- the paper's tables
 
 
-def table_2(runs: Frame) -> Frame:
-    every = trainings(runs)
-    rows = lowest(ours(every.query(OUT)), ["model", "data"])
+def table_2(outgoing: Frame) -> Frame:
+    rows = lowest(ours(outgoing), ["model", "data"])
     rows["Model size"] = rows.model.replace(SIZES)
-    gains = vs_standard(rows, every, SCORE, ["Model size", "place", "data"], c.percent)
+    gains = vs_standard(rows, outgoing, SCORE, ["Model size", "place", "data"], c.percent)
     return gains.unstack("data", sort=False).rename(columns=DATA)
 
 
-def table_3(runs: Frame) -> Frame:
-    every = trainings(runs).query("data == 'gsm8k'")
+def table_3(trainings: Frame) -> Frame:
+    every = trainings.query("data == 'gsm8k'")
     every = every.assign(place="here: " + every.model, **{"Weight matrices": every.connections})
     rows = lowest(ours(every), ["model", "connections"])
     gains = vs_standard(rows, every, SCORE, ["Weight matrices", "place"], c.percent)
     return gains.to_frame("Relative gain (in %)")
 
 
-def table_4(runs: Frame) -> Frame:
-    rows = removals(runs).query("layers == 'all' and removed in ['0%', '25%']")
+def table_4(removals: Frame) -> Frame:
+    rows = removals.query("layers == 'all' and removed in ['0%', '25%']")
     rows = c.accuracies(rows, TASKS, "Average")
     place = "here: " + rows.model
     return c.pivot(rows, {"Pruning": rows.removed, "Method": rows.method, "place": place})
 
 
-def table_5(runs: Frame) -> Frame:
-    rows = removals(runs).query("method == 'Entropy-based' and layers in @LAYERS")
+def table_5(removals: Frame) -> Frame:
+    rows = removals.query("method == 'Entropy-based' and layers in @LAYERS")
     rows = c.accuracies(rows, TASKS, "Average accuracy")
     place = "here: " + rows.model + ", " + rows.removed
     return c.pivot(rows, {"Layers": rows.layers.map(LAYERS), "place": place})
 
 
-def table_8(runs: Frame) -> Frame:
-    rows = trainings(runs).query("data in @DATA").query(OUT)
+def table_8(outgoing: Frame) -> Frame:
+    rows = outgoing.query("data in @DATA")
     names = ("NUCL " + rows.loss).where(rows.loss != "mstd", "NUCL fine-tuning")
     names = names.where(rows.alpha != "0", "Standard fine-tuning")
     rows = rows.assign(Method=names, Task=rows.data.map(NAMES["units"]))
@@ -173,40 +174,28 @@ def table_8(runs: Frame) -> Frame:
 # ---- ours
 
 
-def gains(runs: Frame) -> Frame:
-    """Gains and their z, of the paper's Tables 7 and 8 and of ours."""
-    every, index = trainings(runs).query(OUT), ["task", "model", "place"]
-    every = every.assign(task=every.data.map(DATA))
+def gains(outgoing: Frame) -> Frame:
+    """Gains and their z; those of the paper's Tables 7 and 8 are its own numbers (JSON)."""
+    every, index = outgoing.assign(task=outgoing.data.map(DATA)), ["task", "model", "place"]
     sides = (every[every.alpha == "0"], ours(every))
     standard, rows = (lowest(x, ["model", "task"]) for x in sides)
-    own = [c.cells(x[x.what == SCORE], index) for x in (standard, rows)]
-    own += [vs_standard(rows, every, SCORE, index, x) for x in (None, c.percent, c.z)]
-    parts = [*map(printed_gains, ("table_7", "table_8"))]
-    return pandas.concat([*parts, pandas.concat(own, axis=1, keys=parts[0].columns)])
+    columns = {x: y[y.what == SCORE] for x, y in (("standard", standard), ("NUCL", rows))}
+    kinds = {"absolute gain": None, "relative gain (in %)": c.percent, "z (ours)": c.z}
+    columns |= {x: vs_standard(rows, every, SCORE, index, how) for x, how in kinds.items()}
+    return c.table(rows, index, columns)
 
 
-def printed_gains(key: str) -> Frame:
-    """The paper's gains, from the scores that a table prints."""
-    names = ["task", "how", *TABLES[key]["columns"]]
-    rows: Frame = pandas.DataFrame(TABLES[key]["rows"], columns=names)
-    rows["task"] = rows.task.str.split().str[0]
-    rows = rows.set_index(["how", "task"]).rename_axis(columns="model").stack()
-    a, b = (rows[f"{x} fine-tuning"] for x in ("Standard", "NUCL"))
-    z = [two_proportions(a[x], b[x], NAMES["questions"].get(x[0])) for x in a.index]
-    parts = {"standard": a, "NUCL": b, "absolute gain": b - a}
-    parts |= {"relative gain (in %)": 100 * (b / a - 1), "z (ours)": pandas.Series(z, a.index)}
-    return pandas.concat(parts, axis=1).assign(place="paper").set_index("place", append=True)
+def finetuning(trainings: Frame) -> Frame:
+    index = ["model", "data", "connections", "loss", "alpha"]
+    columns = {"validation NLL": NLL}
+    columns["Δ vs standard"] = vs_standard(trainings, trainings, NLL, index)
+    tasks = c.every_task(trainings[trainings.what != SCORE])
+    return c.table(trainings, index, columns | tasks)
 
 
-def finetuning(runs: Frame) -> Frame:
-    rows, index = trainings(runs), ["model", "data", "connections", "loss", "alpha"]
-    columns = {"validation NLL": NLL, "Δ vs standard": vs_standard(rows, rows, NLL, index)}
-    return c.table(rows, index, columns | c.every_task(rows[rows.what != SCORE]))
-
-
-def removal(runs: Frame) -> Frame:
-    rows, index = removals(runs), ["model", "method", "layers", "removed", "place"]
-    rows = rows.assign(layers=rows.layers.replace(LAYERS))
+def removal(removals: Frame) -> Frame:
+    index = ["model", "method", "layers", "removed", "place"]
+    rows = removals.assign(layers=removals.layers.replace(LAYERS))
     columns = {"perplexity": "perplexity", "x unpruned": times_unpruned(rows, rows, index)}
     columns["% of parameters"] = "parameters_removed_percent"
     columns |= {"norm of lambda": "largest_lambda_norm", "condition": "largest_condition"}
@@ -218,7 +207,7 @@ def removal(runs: Frame) -> Frame:
 
 def over_training(curves: Frame, name: str, what: str) -> Frame:
     """A panel for each model and variant, a line for each alpha."""
-    rows = trainings(curves).query(OUT).query("what == @what")
+    rows = outgoing(trainings(curves)).query("what == @what")
     return c.points(rows, name, rows.model + ", " + rows.loss, "alpha = " + rows.alpha)
 
 
@@ -226,35 +215,33 @@ figure_2 = partial(over_training, name="entropy a neuron (nats)", what=ENTROPY_O
 figure_3 = partial(over_training, name="validation NLL", what=NLL)
 
 
-def figure_4(runs: Frame) -> Frame:
-    every, index = removals(runs), ["model", "layers", "place"]
-    rows = every[(every.method == "Entropy-based") & every.layers.str.startswith("pair:")]
-    c.one_setting(rows, index)
-    made = times_unpruned(rows, every, index).rename("y").reset_index()
+def figure_4(removals: Frame) -> Frame:
+    rows = removals.query("method == 'Entropy-based'")
+    rows = rows[rows.layers.str.startswith("pair:")]
+    made = times_unpruned(rows, removals, ["model", "layers", "place"]).rename("y").reset_index()
     made["x"] = made.layers.str.removeprefix("pair:").astype(int)
     texts = {"panel": "by perplexity (ours)", "value": "perplexity x unpruned", "seed": None}
     return made.assign(line=made.model, **texts)
 
 
-def mstd_against_gini(runs: Frame, what: str) -> Frame:
-    rows = c.last(trainings(runs).query(OUT).query("what == @what"))
+def mstd_against_gini(outgoing: Frame, what: str) -> Frame:
+    rows = outgoing.query("what == @what")
     rows = rows.assign(part="alpha = " + rows.alpha, run_on=rows.model + ", " + rows.data)
-    gini, free = rows[rows.loss == "gini"], (VARIANT, "loss")
-    return c.judged(c.against(ours(rows), gini, c.CLAIM, c.CLAIM, free), -1)
+    sides = ((rows.loss == "mstd") & (rows.alpha != "0"), rows.loss == "gini")
+    return c.claim(rows, *sides, on=c.CLAIM, free=(VARIANT, "loss"), sign=-1)
 
 
 entropy_of_mstd = partial(mstd_against_gini, what=ENTROPY_OF_WEIGHTS)
 loss_of_mstd = partial(mstd_against_gini, what=NLL)
 
 
-def against_chance(runs: Frame, methods: list[str], sign: int) -> Frame:
-    """Claim parts: perplexity after these removals vs random ones of the same size."""
-    rows = removals(runs).query("what == 'perplexity'")
+def against_chance(removals: Frame, methods: list[str], sign: int) -> Frame:
+    """Perplexity after these removals against that after random ones of the same size."""
+    rows = removals.query("what == 'perplexity'")
     place = rows.model + ", " + rows.layers + ", " + rows.removed
     rows = rows.assign(part=rows.method, run_on=place)
-    sides = (rows[rows.method.isin(methods)], rows[rows.method == "Random"])
-    free = (*REMOVAL, "method", "limit")
-    return c.judged(c.against(*sides, c.CLAIM, ["run_on", "place"], free), sign)
+    ours, on, free = rows.method.isin(methods), ["run_on", "place"], (*REMOVAL, "method", "limit")
+    return c.claim(rows, ours, rows.method == "Random", on, free, sign)
 
 
 by_entropy = partial(against_chance, methods=["Entropy-based"], sign=-1)

@@ -5,8 +5,6 @@ A user's rule is `(regex, value)`; the regex is searched (not matched whole) in 
 strict in both directions, so that neither a renamed leaf nor a mistyped rule passes silently.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -51,8 +49,8 @@ def match_rules(
     for pattern, value in rules:
         with naming(f"rule {pattern!r} is not a regular expression", re.error, RuleError):
             compiled.append((re.compile(pattern, re.MULTILINE), value))
-    keys = {path: [f"{path}\n{name}" for name in own] for path, own in names.items()}
-    shown = {key: key.split("\n")[-1] for own in keys.values() for key in own}
+    keys = {path: [f"{path}\n{name}" for name in per_layer] for path, per_layer in names.items()}
+    shown = {key: key.split("\n")[-1] for per_layer in keys.values() for key in per_layer}
     first = {
         key: next((i for i, (regex, _) in enumerate(compiled) if regex.search(key)), len(rules))
         for key in shown
@@ -67,8 +65,8 @@ def match_rules(
             )
             raise RuleError(f"rule {regex.pattern!r} decides nothing: {why}. Remove or correct it")
     outcomes, values = (*(value for _, value in compiled), default), {}
-    for path, own in keys.items():
-        layers = tuple(outcomes[first[key]] for key in own)
+    for path, per_layer in keys.items():
+        layers = tuple(outcomes[first[key]] for key in per_layer)
         values[path] = layers[0] if len(set(layers)) == 1 else layers
     return values
 
@@ -121,6 +119,11 @@ def make_mesh(
     return jax.make_mesh(
         sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(sizes)]
     )
+
+
+def abstract_mesh(*sizes: int) -> AbstractMesh:
+    """A mesh of these sizes without devices: to plan on, not to compute on."""
+    return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def mesh_sizes(data: int, fsdp: int, tensor: int, count: int) -> tuple[int, ...]:
@@ -208,11 +211,11 @@ def describe_shardings(tree: Any, placed: Any) -> dict[str, dict[str, Any]]:
     for (path, leaf), sharding in zip(flatten(tree).items(), jax.tree.leaves(placed), strict=True):
         spec, shape = sharding.spec, tuple(leaf.shape)
         with naming(f"leaf {path!r} of shape {shape}"):
-            part = NamedSharding(sharding.mesh, spec).shard_shape(shape)
+            shard_shape = NamedSharding(sharding.mesh, spec).shard_shape(shape)
         described[path] = {
             "shape": list(shape),
             "dtype": str(leaf.dtype),
             "spec": str(tuple(spec)),
-            "bytes_per_device": math.prod(part) * leaf.dtype.itemsize,
+            "bytes_per_device": math.prod(shard_shape) * leaf.dtype.itemsize,
         }
     return described

@@ -1,7 +1,5 @@
 """Transfer of arrays between host and devices, with one or several processes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +21,8 @@ def local_rows(sharding: NamedSharding, batch_size: int, accumulation: int) -> l
     rows = rows_of_micro_batch(sharding.mesh, batch_size, accumulation)
     indices = sharding.devices_indices_map((accumulation, rows))
     columns = [indices[device][1] for device in sharding.addressable_devices]
-    own = sorted({row for column in columns for row in range(rows)[column]})
-    return [micro * rows + row for micro in range(accumulation) for row in own]
+    local_indices = sorted({row for column in columns for row in range(rows)[column]})
+    return [micro * rows + row for micro in range(accumulation) for row in local_indices]
 
 
 def rows_of_micro_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulation: int) -> int:

@@ -1,7 +1,5 @@
 """Several processes of one run: how they connect, and which one prints."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -83,10 +81,10 @@ def devices_seen(how: str) -> str:
         own devices. (Under SLURM, JAX gives a process one GPU of its node, see jax #16788.)
     """
     here, together = jax.local_device_count(), jax.device_count()
-    told = int(how.split(",")[1]) if "," in how else _of_slurm("STEP_NUM_TASKS")
-    if told > 1 and together == here and how != ALONE:
+    count = int(how.split(",")[1]) if "," in how else _of_slurm("STEP_NUM_TASKS")
+    if count > 1 and together == here and how != ALONE:
         raise ValueError(
-            f"distributed={how!r}: this is one of {told} processes and sees only its own {here} "
+            f"distributed={how!r}: this is one of {count} processes and sees only its own {here} "
             f"devices; --distributed=auto joins them, --distributed={ALONE} makes each a "
             "separate run"
         )

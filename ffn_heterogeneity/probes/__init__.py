@@ -1,7 +1,5 @@
 """Probes: small statistics of a layer's tensors, computed inside the layer scan."""
 
-from __future__ import annotations
-
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.displacement import DISPLACEMENT, DISPLACEMENT_AFTER_NORM
 

@@ -1,7 +1,5 @@
 """The interface of a probe."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

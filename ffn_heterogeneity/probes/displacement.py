@@ -9,8 +9,6 @@ transformers' hidden states are those after it. Second, the average is over all 
 over the last token of each document, whose next token is predicted.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

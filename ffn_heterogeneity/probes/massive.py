@@ -8,8 +8,6 @@ massive value in i, the intermediate state, of one early layer. For families tha
 branches' outputs, b and f are the outputs before that norm.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

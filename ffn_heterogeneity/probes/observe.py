@@ -1,7 +1,5 @@
 """Observation of a model over data: one forward pass per batch, and its probes' results."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

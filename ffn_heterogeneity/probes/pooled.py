@@ -4,8 +4,6 @@ The scan returns one vector per example and layer, [L, B, D], never the states o
 encoder's pooled token is its first, [CLS]; a decoder's is the last one that is not padding.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

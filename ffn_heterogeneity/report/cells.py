@@ -23,6 +23,7 @@ from ffn_heterogeneity.report.frame import units
 Names = Sequence[str]
 Frame = Any  # a pandas.DataFrame: its type hints do not separate rows from columns
 CLAIM = ["run_on", "part"]  # index of a claim's cells
+PARTS = [*CLAIM, "value", "verdict"]  # columns of a claim
 BEST_FIRST = {"acc_norm": 0, "acc": 1, "exact_match": 2}  # metrics, for a paper's one number
 # Columns that are no setting: a row's fields, where it is from, and what reports add.
 OWN = {*FIELDS, "run", "by", "origin", "cell", "column", "panel", "line", "part", "run_on", "place"}
@@ -148,14 +149,20 @@ def pivot(rows: Frame, labels: Mapping[str, Any], column: Any = None) -> Frame:
     return rows.pivot_table("cell", list(labels), "column", aggfunc=spread, sort=False)
 
 
-def points(rows: Frame, value: Any, panel: Any, line: Any, x: str = "step") -> Frame:
-    """Points of a figure; runs on one line have equal settings, but for `x`.
+def points(
+    rows: Frame, value: Any, panel: Any, line: Any, x: str = "step", free: Names = (), least=1
+) -> Frame:
+    """Points of a figure; runs on one line have equal settings, but for `x` and `free`.
 
     Args:
       value: what the y axis shows; the rows' own "value" is y.
+      free: settings in which runs on one line may differ.
+      least: the number of x values that a seed needs; others would shift the mean over seeds.
     """
     made = rows.copy().assign(panel=panel, line=line, x=rows[x], y=rows["value"])
-    one_setting(made, ["panel", "line"], [x])
+    places = made.groupby(["panel", "line", "seed"], dropna=False)["x"].transform("nunique")
+    made = made[places >= least]
+    one_setting(made, ["panel", "line"], [x, *free])
     return made.assign(value=value)
 
 
@@ -170,6 +177,16 @@ def last(rows: Frame) -> Frame:
     """The last step's row of each measurement of a run."""
     names = ["run", "what", "task", "shots", "layer", "neuron"]
     return rows.sort_values("step", kind="stable").drop_duplicates(names, keep="last")
+
+
+def final_scores(rows: Frame) -> Frame:
+    """The metric of classifiers at the last evaluation, in percent.
+
+    Not at the best one: that would choose a step on the rows that are reported.
+    """
+    best = rows[rows.what.str.startswith("validation/best/")]
+    names = best.set_index("run").what.str.replace("best/", "")
+    return in_percent(last(rows[rows.what == rows["run"].map(names).astype(object)]))
 
 
 def with_cells(rows: Frame) -> Frame:
@@ -196,18 +213,16 @@ def accuracies(rows: Frame, tasks: Mapping[str, Sequence], mean: str = "") -> Fr
     rows = rows[rows.task.notna() & rows.low.notna()]
     rows = rows.sort_values("what", key=lambda x: x.map(BEST_FIRST).fillna(9), kind="stable")
     rows = in_percent(rows.assign(units="samples/" + rows.task + ".jsonl:" + rows.what))
-    parts = [rows.head(0).assign(column="")]
-    for column, (task, shots) in tasks.items():
-        asked = rows.shots.isna() | (shots is None) | (rows.shots == shots)
-        its = rows[(rows.task == task) & asked].drop_duplicates("run")
-        parts.append(its.assign(column=column))
-    found: Frame = pandas.concat(parts, ignore_index=True)
+    named = [(column, *asked) for column, asked in tasks.items()]
+    named = pandas.DataFrame(named, columns=["column", "task", "asked"])
+    found: Frame = named.merge(rows, on="task")  # in the order of the columns
+    asked = found.shots.isna() | found.asked.isna() | (found.shots == found.asked)
+    found = found[asked].drop(columns="asked").drop_duplicates(["run", "column"])
     if mean:
         by = found.groupby("run")["value"]
-        own = found[by.transform("size") == len(tasks)].drop_duplicates("run")
-        value = own["run"].map(by.mean())
-        own = own.assign(value=value, cell=value, low=np.nan, column=mean)
-        found = pandas.concat([found, own], ignore_index=True)
+        own = found.assign(value=by.transform("mean"), low=np.nan, column=mean)
+        own = own[by.transform("size") == len(tasks)].drop_duplicates("run")
+        found = pandas.concat([found, with_cells(own)], ignore_index=True)
     return found
 
 
@@ -230,13 +245,15 @@ def every_task(rows: Frame) -> dict[str, Frame]:
 def against(
     rows: Frame, base: Frame, index: Names, on: Names, free: Names = (), how: Any = None
 ) -> Any:
-    """A column of a table: rows with equal `index` compared with rows of `base` with equal `on`.
+    """A column of a table: the rows with equal `index` against those of `base` with equal `on`,
+    at the last step.
 
     Args:
       on: labels that both sides share; groups without a base have no value.
       free: settings that may differ between the sides; all others except `index` must be equal.
       how: a function of the two sides; default: `difference`, seed by seed.
     """
+    rows, base = (x[x.index.isin(last(x).index)] for x in (rows, base))  # in their order
     one_setting(rows, index)
     one_setting(base, on)
     one_setting(pandas.concat([rows, base]), on, (*free, *index))
@@ -288,18 +305,21 @@ def percent(own: Frame, other: Frame) -> float | None:
 
 
 def z(own: Frame, other: Frame) -> float | None:
-    """z of two proportions, where one run answered n questions."""
-    n = own.n.iat[0] if len(own) == 1 and own.how.iat[0] == "Wilson" else None
-    return stats.two_proportions(other["value"].mean(), own["value"].mean(), n)
+    """z = (p2 - p1) / sqrt(2 p (1 - p) / n), p their mean, where one run answered n questions."""
+    n = own.n.iat[0] if len(own) == 1 and own.how.iat[0] == "Wilson" else 0
+    apart = (own["value"].mean() - other["value"].mean()) / 100
+    p = other["value"].mean() / 100 + apart / 2
+    return apart / (2 * p * (1 - p) / n) ** 0.5 if n and 0 < p < 1 else None
 
 
 def paired_units(own: Frame, other: Frame) -> Any:
-    """Mean difference over windows or questions with a bootstrap's interval; None unless both
-    sides have the same ones."""
+    """Mean difference over windows or questions with a bootstrap's interval, which draws documents
+    where they are known; None unless both sides have the same ones."""
     one, base = _units(own), _units(other)
     if not one or one.keys() != base.keys():
         return None
-    return stats.bootstrap([one[unit] - base[unit] for unit in one])
+    documents = [unit[0] for unit in one if isinstance(unit, tuple)]
+    return stats.bootstrap([one[unit] - base[unit] for unit in one], documents)
 
 
 def _units(rows: Frame) -> dict[Any, float]:
@@ -319,3 +339,12 @@ def judged(values: Any, sign: int = 1) -> Frame:
     """
     told = [stats.verdict(value, sign) for value in values]
     return values.rename("value").to_frame().assign(verdict=told).reset_index()
+
+
+def claim(rows: Frame, ours: Any, base: Any, on: Names, free: Names = (), sign: int = 1) -> Frame:
+    """Parts of a claim: some of the rows against others, seed by seed (`against`, `judged`).
+
+    Args:
+      ours, base: for each row, whether it is on that side.
+    """
+    return judged(against(rows[ours], rows[base], CLAIM, on, free), sign)

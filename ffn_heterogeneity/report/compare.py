@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import pandas
 from ffn_heterogeneity.io.files import write_text
 from ffn_heterogeneity.report import stats, tables
 from ffn_heterogeneity.report.cells import Frame, last, with_cells
-from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
+from ffn_heterogeneity.report.figures import draw, panels_of, save_if
 from ffn_heterogeneity.report.frame import SETTINGS, everything, plain, progress
 from ffn_heterogeneity.report.stats import middle
 from ffn_heterogeneity.report.tables import UNKNOWN, number
@@ -124,23 +124,27 @@ def numbers(runs: Runs) -> tuple[list[str], list[list[str]]]:
 
     Values are those of the last evaluation so far.
     """
-    first, *others = runs.settings["label"].unique()
-    header = ["", first] + [x for label in others for x in (label, "difference", "ratio")]
     begun = runs.curves[runs.curves.what.str.startswith("validation/")]
     begun = begun[~begun["run"].isin(runs.rows["run"])]
     found = with_cells(last(pandas.concat([runs.rows, begun], ignore_index=True)))
-    names = (found.task.astype(object) + " ").where(found.task.notna(), "") + found.what
-    cells: dict[str, dict[str, Any]] = {}
-    for (name, label), its in found.groupby([names, "label"], sort=False)["cell"]:
-        means = [middle(value) for value in its]
-        value = stats.interval(means) if len(set(means)) > 1 else its.iloc[0]
-        cells.setdefault(name, {})[label] = value
-    rows = []
-    for name in sorted(cells, key=lambda name: [not name.startswith(x) for x in FIRST_ROWS]):
-        base, *values = (cells[name].get(label) for label in (first, *others))
-        more = [(number(x, DIGITS), *_against(middle(x), middle(base))) for x in values]
-        rows.append([name, number(base, DIGITS), *itertools.chain(*more)])
+    found["name"] = (found.task.astype(object) + " ").where(found.task.notna(), "") + found.what
+    by = found.groupby(["name", "label"], sort=False)["cell"]
+    cells = {key: _over_seeds(list(its)) for key, its in by}
+    names = dict.fromkeys(name for name, _ in cells)
+    names = sorted(names, key=lambda name: [not name.startswith(x) for x in FIRST_ROWS])
+    first, *others = runs.settings["label"].unique()
+    header, rows = ["", first], [[name, number(cells.get((name, first)), DIGITS)] for name in names]
+    for label in others:
+        header += [label, "difference", "ratio"]
+        for row in rows:
+            value, base = (cells.get((row[0], x)) for x in (label, first))
+            row += [number(value, DIGITS), *_against(middle(value), middle(base))]
     return header, rows
+
+
+def _over_seeds(values: list[Any]) -> Any:
+    means = list(map(middle, values))
+    return stats.interval(means) if len(set(means)) > 1 else values[0]
 
 
 def _against(value: float | None, first: float | None) -> tuple[str, str]:
@@ -158,20 +162,20 @@ def notes_of(runs: Runs) -> Iterator[str]:
     bad = runs.curves[~np.isfinite(runs.curves["value"])]
     for (label, what), its in bad.groupby(["label", "what"], sort=False):
         yield f"{label}: {what} is not finite, first at step {its['step'].min()}"
-    for (label, run), its in runs.curves.groupby(["label", "run"], sort=False):
-        if lost := list(_lost(its)):
-            steps = ", ".join(" to ".join(map(str, sorted({x[0], x[-1]}))) for x in lost)
-            yield f"{label}: {run}/metrics.jsonl lacks the rows of steps {steps}"
+    for (label, run), its in lost(runs.curves).groupby(["label", "run"], sort=False):
+        steps = [f"{x} to {y}" if x < y else f"{x}" for x, y in its[["step", "end"]].values]
+        yield f"{label}: {run}/metrics.jsonl lacks the rows of steps {', '.join(steps)}"
 
 
-def _lost(curves: Frame) -> Iterator[range]:
-    """Steps of a training of which a crash took the rows."""
-    there = sorted(set(curves[curves.what.str.startswith("train/")]["step"]))
-    before = 0
-    for step in [*there, curves["step"].max()] if there else ():
-        if step > before + 1:
-            yield range(before + 1, step)
-        before = step
+def lost(curves: Frame) -> Frame:
+    """Training steps of which a crash took the rows: label, run, the first ("step") and the last
+    ("end") of each gap."""
+    gaps = []
+    for name, its in curves.groupby(["label", "run"], sort=False):
+        there = sorted(set(its[its.what.str.startswith("train/")]["step"]))
+        for before, step in pairwise([0, *there, its["step"].max()] if there else []):
+            gaps += [(*name, before + 1, step - 1)] if step > before + 1 else []
+    return pandas.DataFrame(gaps, columns=["label", "run", "step", "end"])
 
 
 def choose_panels(runs: Runs) -> list[str]:
@@ -183,20 +187,13 @@ def choose_panels(runs: Runs) -> list[str]:
 
 
 def draw_runs(runs: Runs):
-    """The matplotlib figure: a panel per metric, a colour per run; None where nothing has begun."""
-    each, panels = dict(iter(runs.curves.groupby("run"))), []
-    for name in choose_panels(runs):
-        lines = []
-        for label, its in runs.settings.groupby("label", sort=False):
-            curves = [_curve(each[run], name) for run in its.index if run in each]
-            lines.append(of_seeds(label, list(filter(None, curves))))
-        panels.append(Panel(name, lines))
-    return draw(panels) if panels else None
+    """The matplotlib figure: a panel per metric, a colour per run; None where nothing has begun.
 
-
-def _curve(curves: Frame, name: str) -> dict[int, float]:
-    """{step: value}, NaN where it is not finite or its row is lost."""
-    its = curves[curves.what == name]
-    points = dict(zip(its["step"], its["value"].where(np.isfinite(its["value"])), strict=True))
-    lost = _lost(curves) if points and name.startswith("train/") else ()
-    return points | {steps[0]: np.nan for steps in lost}
+    Lines have gaps where a value is not finite, or its row is lost.
+    """
+    rows = pandas.concat([runs.curves, lost(runs.curves).assign(what="train/loss")])
+    rows = rows.assign(y=rows["value"].where(np.isfinite(rows["value"])), value="", x=rows["step"])
+    rows = rows.assign(panel=rows.what, line=rows.label, seed=rows["run"])
+    panels = [rows[rows.what == name] for name in choose_panels(runs)]
+    labels = runs.settings["label"].unique()
+    return draw(panels_of(pandas.concat(panels), lines=labels)) if panels else None

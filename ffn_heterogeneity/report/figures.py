@@ -6,13 +6,14 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.report.tables import number
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLES = ("-", "--", ":", "-.")  # for more lines than colours
@@ -57,6 +58,24 @@ def of_seeds(label: str, curves: Sequence[Mapping[int, float]]) -> Line:
     return Line(label + more, x, np.array([[curve[i] for i in x] for curve in curves]))
 
 
+def panels_of(rows, xlabel: str = "step", log: bool = False, lines: Iterable[str] = ()):
+    """Panels of points.
+
+    Args:
+      rows: a pandas.DataFrame with panel, value (what y is), line, seed, x and y.
+      lines: names of the lines of every panel, in order; a line without points keeps its color.
+        Default: the lines that the panel has.
+    """
+    panels, every = [], list(lines)
+    for (title, ylabel), its in rows.groupby(["panel", "value"], sort=False):
+        made = []
+        for name in every or its["line"].unique():
+            seeds = its[its["line"] == name].groupby("seed", sort=False, dropna=False)
+            made.append(of_seeds(name, [dict(zip(x["x"], x["y"], strict=True)) for _, x in seeds]))
+        panels.append(Panel(title, made, xlabel, ylabel, log))
+    return panels
+
+
 def draw(panels: Sequence[Panel], columns: int = 3):
     """The matplotlib figure of some panels."""
     columns = min(columns, len(panels))
@@ -96,13 +115,12 @@ def heat(panels: Sequence[Panel]):
     rows = max(len(panel.lines) for panel in panels)
     figure, axes = _axes(1, len(panels), 6.5 * len(panels), 1.6 + 0.4 * rows)
     for axis, panel in zip(axes, panels, strict=True):
-        means = [pandas.Series(line.y.mean(0), line.x) for line in panel.lines]
-        image = pandas.DataFrame([(mean - mean.min()) / (np.ptp(mean) or 1) for mean in means])
-        image = image.sort_index(axis="columns")
-        shown = axis.imshow(image, aspect="auto", cmap="cividis", vmin=0, vmax=1)
-        every = -(-image.shape[1] // 12)
-        axis.set_xticks(range(image.shape[1])[::every], [f"{x:g}" for x in image][::every])
-        axis.set_yticks(range(len(image)), [_safe(line.label) for line in panel.lines])
+        means = {_safe(line.label): pandas.Series(line.y.mean(0), line.x) for line in panel.lines}
+        image = pandas.DataFrame(means).sort_index().transpose()
+        low, high = image.min(axis=1), image.max(axis=1)
+        image = image.sub(low, axis=0).div((high - low).replace(0, 1), axis=0)
+        shown = axis.pcolormesh(image.columns, image.index, image, cmap="cividis", vmin=0, vmax=1)
+        axis.invert_yaxis()
         axis.set(xlabel=panel.xlabel, title=_safe(panel.title))
         figure.colorbar(shown, ax=axis, label=f"{panel.ylabel} in its row's range")
     return figure
@@ -181,16 +199,11 @@ def curves_figure(
     save(figure, path)
 
 
-def _short(value: float) -> str:
-    """Four digits, and no power of ten before a million billions."""
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:,.4g}"
-
-
 def bar_figure(values: Mapping[str, float], title: str, path: str | os.PathLike) -> None:
     """Labelled horizontal bars on a log scale, the first on top."""
     figure, (axis,) = _axes(1, 1, 6.5, 0.5 + 0.42 * len(values))
     bars = axis.barh(list(values), list(values.values()), color=COLOURS[0])
-    axis.bar_label(bars, [_short(value) for value in values.values()], padding=3)
+    axis.bar_label(bars, [number(value) for value in values.values()], padding=3)
     axis.invert_yaxis()
     axis.set(title=title, xscale="log")
     axis.margins(x=0.18)

@@ -103,11 +103,10 @@ def plain(rows: pandas.DataFrame) -> pandas.DataFrame:
     import pandas
 
     taken = {SETTINGS + name for name in (*FIELDS, "run", "by")}
-    names = {name: name.removeprefix(SETTINGS) for name in rows.columns if name not in taken}
     rows = rows.drop(columns=[SETTINGS + "model", SETTINGS + "seed"], errors="ignore")
+    rows = rows.rename(columns=lambda x: x if x in taken else x.removeprefix(SETTINGS))
     whole = rows.split.astype(object) + "/" + rows.what
     rows = rows.copy().assign(what=whole.where(rows.split.notna(), rows.what), by=rows["run"])
-    rows = rows.rename(columns=names)
     own = [name for name in rows.columns if name not in FIELDS]
     made = {x: pandas.Series([*map(_whole, rows[x])], rows.index, dtype=object) for x in own}
     return pandas.concat([rows[list(FIELDS)], pandas.DataFrame(made, rows.index)], axis="columns")
@@ -206,7 +205,9 @@ def _steps(path: str, texts: files.Texts, names: Sequence[str]) -> Iterator[dict
 
 
 def units(run: str, spec: str) -> dict[Any, float]:
-    """The value of each window or question behind a measurement of a run; none where it kept none.
+    """The value of each window or question behind a measurement of a run; none where it saved none.
+
+    Windows are named by their places; where their documents are known, (document, place).
 
     Args:
       run: the frame's column of that name.
@@ -219,8 +220,11 @@ def units(run: str, spec: str) -> dict[Any, float]:
         if name.endswith(".jsonl"):
             rows = [parse_object(line, place) for line in text.splitlines()]
             return {row["doc_id"]: float(row[key]) for row in rows if key in row}
-        return {i: float(x) for i, x in enumerate(parse_object(text or "{}", place).get(key, ()))}
-    except (TypeError, KeyError, OverflowError) as error:
+        results = parse_object(text or "{}", place)
+        values = dict(enumerate(map(float, results.get(key, ()))))
+        documents = results.get("window_documents")
+        return {(documents[i], i): x for i, x in values.items()} if documents else values
+    except (TypeError, LookupError, OverflowError) as error:
         raise ValueError(f"{place}: {key} is no number a row ({error})") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from ffn_heterogeneity.io.files import write_text
 from ffn_heterogeneity.io.runs import SWEEP, read_listing
 from ffn_heterogeneity.report import frame, tables
 from ffn_heterogeneity.report.cells import NO_EFFECT, Frame, among, with_cells
-from ffn_heterogeneity.report.figures import Panel, draw, heat, of_seeds, save_if
+from ffn_heterogeneity.report.figures import draw, heat, panels_of, save_if
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, middle
 from ffn_heterogeneity.report.tables import UNKNOWN, number
 from ffn_heterogeneity.wording import markdown_table
@@ -31,15 +32,16 @@ class Paper(NamedTuple):
     """A report: the texts of its tables, figures and claims, and the functions that make them.
 
     A function's name is its key in the texts. Its parameters name what it reads: "runs" (a row a
-    measurement, as `fh.results`) and "curves" (a row a step, as `fh.curves`), with settings under
-    their own names and "cell", a value with its interval.
+    measurement, as `fh.results`), "curves" (a row a step, as `fh.curves`), with settings under
+    their own names and "cell", a value with its interval; or another function, for its result.
 
     Attributes:
       printed: {"paper": its title, "tables": {key: {caption, index, columns, rows, notes}},
         "figures": {key: {caption, x, xlabel, log, heat}}, "ours": {"tables": {key: {title,
-        notes}}, "figures": {key: {title, ..}}}, "claims": {key: {statement, stated}}}. A printed
-        row holds its labels (`index`), then its numbers; null is not printed, or cut off in the
-        copy that was read.
+        notes}}, "figures": {key: {title, ..}}}, "claims": {key: {statement, stated, rows}}}. A
+        printed row holds its labels (`index`), then its numbers; null is not printed, or cut off
+        in the copy that was read. A claim's rows are what the paper's own numbers say of it:
+        [run on, measured, verdict].
       functions: by name. A table: a DataFrame, its index the labels of the rows and, if wanted,
         "place" (shown as "from"); its values the cells. Rows with the labels of a printed row are
         shown below that row, others at the end. A figure: rows with panel, line, seed, x, y and
@@ -119,12 +121,11 @@ def with_evaluations(rows: Frame) -> Frame:
     "by" is the run that evaluated.
     """
     asked = rows[rows.task.notna() & rows.origin.isin(rows["run"])]
-    for name, whole in (("attack", "zero"), ("criterion", "none")):
+    for name, whole in (("attack", "zero"), ("criterion", "none"), ("k", 0)):
         asked = asked[asked[name].isna() | (asked[name] == whole)] if name in asked else asked
-    asked = asked[asked.k.isna() | (asked.k == 0)] if "k" in asked else asked
-    own = rows.drop(columns=[*frame.FIELDS, "by"]).drop_duplicates("run").set_index("run")
-    seeds = rows.drop_duplicates("run").set_index("run")["seed"]
-    moved = asked[[*frame.FIELDS, "by"]].assign(run=asked.origin, seed=asked.origin.map(seeds))
+    own = rows.drop_duplicates("run").set_index("run")
+    moved = asked[[*frame.FIELDS, "by"]].assign(run=asked.origin, seed=asked.origin.map(own.seed))
+    own = own.drop(columns=[*frame.FIELDS, "by"])
     return pandas.concat([rows, moved.join(own, on="run")], ignore_index=True)
 
 
@@ -137,8 +138,9 @@ def _not_begun(paths: Sequence[str]) -> Iterator[str]:
                 yield f"{path.name}/{point['name']}"
 
 
-def draw_all(paper: Paper, frames: Mapping[str, Frame]) -> Iterator[Drawn]:
+def draw_all(paper: Paper, frames: dict[str, Any]) -> Iterator[Drawn]:
     """The claims, the paper's tables and figures, then ours."""
+    frames = dict(frames)  # with what functions returned, for others that name them
     yield draw_claims(paper, frames)
     for source in (paper.printed, paper.printed.get("ours", {})):
         for kind, drawn in (("tables", draw_table), ("figures", draw_figure)):
@@ -146,24 +148,27 @@ def draw_all(paper: Paper, frames: Mapping[str, Frame]) -> Iterator[Drawn]:
                 yield drawn(key, texts, _made(paper, key, texts, frames))
 
 
-def _made(
-    paper: Paper, key: str, texts: Mapping[str, Any], frames: Mapping[str, Frame]
-) -> Frame | None:
-    """Result of the function of this name, called with the frames in its parameters.
-
-    None for a table that has only printed numbers.
-    """
-    if key not in paper.functions:
-        if "rows" in texts:
-            return None
-        raise ValueError(f"{paper.name}: no function is named {key!r}, which its JSON has")
-    function = paper.functions[key]
-    asked = inspect.signature(function).parameters.values()
-    names = [one.name for one in asked if one.default is one.empty]
+def _made(paper: Paper, key: str, texts: Mapping[str, Any], frames: dict[str, Any]) -> Frame | None:
+    """Result of the function of this name; None for a table or claim of printed numbers alone."""
+    if "rows" in texts and key not in paper.functions:
+        return None
     try:
-        return function(**{name: frames[name] for name in names})
+        return _result(paper, key, frames)
     except ValueError as error:
         raise ValueError(f"{paper.name}, {key}: {error}") from error
+
+
+def _result(paper: Paper, name: str, frames: dict[str, Any]) -> Any:
+    """What a function makes of the frames, or of others' results, that its parameters name."""
+    if name not in paper.functions:
+        raise ValueError(f"no function is named {name!r}")
+    function = paper.functions[name]
+    asked = inspect.signature(function).parameters.values()
+    names = [one.name for one in asked if one.default is one.empty]
+    for other in names:
+        if other not in frames:
+            frames[other] = _result(paper, other, frames)
+    return function(**{other: copy.copy(frames[other]) for other in names})
 
 
 # ---- tables
@@ -177,7 +182,7 @@ def draw_table(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
     n, source = len(labels), texts.get("source", "paper")
     for row in texts.get("rows", ()):
         rows.setdefault(tuple(row[:n]), []).append((source, *row[n:]))
-    printed = list(rows) if made is not None else []
+    printed = list(rows) if made is not None and "caption" in texts else []
     if made is not None and len(made):
         made = made.reindex(columns=columns).reset_index()
         made = made if "place" in made else made.assign(place="here")
@@ -202,16 +207,16 @@ def _title(key: str, texts: Mapping[str, Any]) -> str:
     return texts.get("title", f"{key.replace('_', ' ').capitalize()}: {caption}")
 
 
-def draw_claims(paper: Paper, frames: Mapping[str, Frame]) -> Drawn:
-    """Every claim, with one row for each model or data set that it applies to."""
+def draw_claims(paper: Paper, frames: dict[str, Any]) -> Drawn:
+    """Every claim: the verdicts on the paper's own numbers, then a row for all that was run."""
     rows = []
     for key, texts in paper.printed.get("claims", {}).items():
-        stated = (texts["statement"], texts["stated"])
+        found = list(texts.get("rows", ()))
         made = _made(paper, key, texts, frames)
-        for name, its in made.groupby("run_on", sort=False):
-            rows.append((*stated, name, *whole(its[["part", "value", "verdict"]].values)))
-        if not len(made):
-            rows.append((*stated, None, None, OPEN))
+        for name, its in made.groupby("run_on", sort=False) if made is not None else ():
+            found.append((name, *whole(its[["part", "value", "verdict"]].values)))
+        stated = (texts["statement"], texts["stated"])
+        rows += [(*stated, *row) for row in found or [(None, None, OPEN)]]
     header = ("statement", "stated", "run on", "measured", "verdict")
     return Drawn("claims", "Claims: what the numbers below say", header, rows, (UNTOLD,))
 
@@ -231,22 +236,17 @@ def whole(parts: Sequence[tuple[str, Any, str]]) -> tuple[str, str]:
 
 def draw_figure(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
     """A figure, and its points."""
-    rows, panels, figure = [], [], None
-    label, log = texts.get("xlabel", texts.get("x", "step")), texts.get("log", False)
-    for (title, ylabel), its in made.groupby(["panel", "value"], sort=False):
-        lines = []
-        for line, of_line in its.groupby("line", sort=False):
-            seeds = []
-            for seed, of_seed in of_line.groupby("seed", sort=False, dropna=False):
-                seeds.append(dict(sorted(zip(of_seed["x"], of_seed["y"], strict=True))))
-                name = None if pandas.isna(seed) else seed
-                rows += [(title, ylabel, line, name, *point) for point in seeds[-1].items()]
-            lines.append(of_seeds(line, seeds))
-        panels.append(Panel(title, lines, label, ylabel, log))
+    x = texts.get("x", "step")
+    panels = panels_of(made, texts.get("xlabel", x), texts.get("log", False))
+    rows, several = [], made["value"].nunique()
+    for name, its in made.groupby(list(NAMES), sort=False, dropna=False):
+        points = dict(sorted(zip(its["x"], its["y"], strict=True)))
+        name = [None if pandas.isna(label) else label for label in name]
+        rows += [(*name, *point) for point in points.items()]
+    shown = None
     if panels:
-        several = made["value"].nunique()
-        figure = heat(panels) if texts.get("heat") else draw(panels, several if several > 1 else 3)
-    return Drawn(key, _title(key, texts), (*NAMES, texts.get("x", "step"), "y"), rows, (), figure)
+        shown = heat(panels) if texts.get("heat") else draw(panels, several if several > 1 else 3)
+    return Drawn(key, _title(key, texts), (*NAMES, x, "y"), rows, (), shown)
 
 
 # ---- text

@@ -10,12 +10,14 @@ import numpy as np
 
 DRAWS = 10_000
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
-# Meaning of the brackets after a number, by its `Spread.how`.
+TOLD = {True: HOLDS, False: FAILS}
+# What stands in the brackets of a number, by its `Spread.how`.
 BRACKETS = {
     "range": "range: lowest and highest of n runs or seeds",
     "t": "t: Student's 95% interval over n seeds (of differences: seed by seed)",
     "Wilson": "Wilson: Wilson's 95% interval over n questions",
     "bootstrap": "bootstrap: 95% percentiles over resamples of n questions, windows or rows",
+    "by document": "by document: the same over n documents, each with all of its windows",
     "Fieller": "Fieller: Fieller's 95% interval of a ratio over n seeds",
 }
 
@@ -78,21 +80,23 @@ def ends(drawn: Any, method: Any = "linear") -> tuple[float, float]:
     return float(low), float(high)
 
 
-def bootstrap(values: Sequence[float]) -> Any:
-    """The mean, with its 95% percentiles over resamples of the values."""
+def bootstrap(values: Sequence[float], documents: Sequence[Any] = ()) -> Any:
+    """The mean, with its 95% percentiles over resamples of the values.
+
+    Args:
+      documents: the document of each value; then documents are drawn, each with all its values.
+    """
     sample = np.asarray(values, float)
-    n = len(sample)
+    groups = np.unique(documents or np.arange(len(sample)), return_inverse=True)[1]
+    sums, counts = np.bincount(groups, sample), np.bincount(groups)
+    n = len(sums)
     if n < 2:
-        return float(sample[0]) if n else None
-    low, high = ends(sample[resamples(n, DRAWS)].mean(-1))
+        return float(sample.mean()) if n else None
+    drawn = resamples(n, DRAWS)
+    low, high = ends(sums[drawn].sum(-1) / counts[drawn].sum(-1))
     # Means over seeds that are equal may differ by 5e-17.
-    return Spread(round(float(sample.mean()), 12) + 0.0, low, high, n, "bootstrap")
-
-
-def two_proportions(first: float, second: float, n: int | None) -> float | None:
-    """z = (p2 - p1) / sqrt(2 p (1 - p) / n), p their mean; both in percent, of n questions each."""
-    p = (first + second) / 200
-    return (second - first) / 100 / (2 * p * (1 - p) / n) ** 0.5 if n and 0 < p < 1 else None
+    mean = round(float(sample.mean()), 12) + 0.0
+    return Spread(mean, low, high, n, "by document" if documents else "bootstrap")
 
 
 def verdict(value: Any, sign: int) -> str:

@@ -8,8 +8,6 @@ checks that need no model. scripts/compress.py, stages and sweeps run the surger
 (`config.prepare`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,13 +44,13 @@ class Surgery:
     @products()
     def __call__(self, *given: Any, **options: Any) -> tuple[Any, dict]:
         """Run `function`; raise ValueError if it does not return (model, report)."""
-        found = self.function(*given, **options)
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        result = self.function(*given, **options)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise ValueError(
-                f"surgery {self.name!r} returned {type(found).__name__}: it must return (model, "
+                f"surgery {self.name!r} returned {type(result).__name__}: it must return (model, "
                 "report), the report a dict (SURGERIES in surgery/__init__.py)"
             )
-        return found
+        return result
 
 
 SURGERIES = {

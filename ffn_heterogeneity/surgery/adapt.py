@@ -1,7 +1,5 @@
 """Surgeries that insert LoRA, DoRA, MacDrop or NF4 into kernels, and that fold adapters away."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import zlib
@@ -68,9 +66,9 @@ def insert_lora(model: Model, settings: Mapping[str, Any] | Lora, data=None, key
     """
     settings = settings_of(Lora, settings)
 
-    def put(path: str, leaves: dict, own: jax.Array) -> dict:
+    def put(path: str, leaves: dict, kernel_key: jax.Array) -> dict:
         shape = jax.eval_shape(effective_kernel, leaves)
-        return leaves | lora.init(own, shape, settings.rank, settings.alpha)
+        return leaves | lora.init(kernel_key, shape, settings.rank, settings.alpha)
 
     return inserted(model, settings.targets, put, key, "lora_a")
 
@@ -80,7 +78,7 @@ def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
     adapted, report = insert_lora(model, settings, key=key)
     pattern = "|".join(f"^{re.escape(path)}$" for path in report["adapted"])
 
-    def put(path: str, leaves: dict, own: jax.Array) -> dict:
+    def put(path: str, leaves: dict, kernel_key: jax.Array) -> dict:
         return leaves | dora.init(effective_kernel(leaves))
 
     return inserted(adapted, pattern, put)
@@ -102,7 +100,7 @@ def quantise(model: Model, settings: Mapping[str, Any] | Quantised, data=None, k
     settings = settings_of(Quantised, settings)
     sizes = []
 
-    def put(path: str, leaves: dict, own: jax.Array) -> dict:
+    def put(path: str, leaves: dict, kernel_key: jax.Array) -> dict:
         if set(leaves) - {"kernel", "bias"}:
             raise ValueError(f"{path} has adapters: quantise before they are put in")
         kernel = leaves["kernel"]
@@ -141,14 +139,14 @@ def insert_macdrop(
         layer = settings.layer or 0
         indices = np.arange(model.config.ffn_widths[layer])
     else:
-        found = massive_weights(model.config, model.params, settings.layer, settings.token)
-        layer, indices = found.layer, found.indices
+        massive = massive_weights(model.config, model.params, settings.layer, settings.token)
+        layer, indices = massive.layer, massive.indices
     k = settings.k
     if k > len(indices):
         raise ValueError(f"k={k}: layer {layer} (from 0) has {len(indices)} neurons")
     rows = {"massive": indices[:k], "layer": indices, "others": indices[k:]}[settings.scope]
 
-    def put(path: str, leaves: dict, own: jax.Array) -> dict:
+    def put(path: str, leaves: dict, kernel_key: jax.Array) -> dict:
         fan_in = jax.eval_shape(effective_kernel, leaves).shape[0]
         return leaves | macdrop.init(fan_in, np.sort(rows))
 
@@ -195,8 +193,8 @@ def inserted(
         if re.search(targets, place.path):
             if mark in leaves:
                 raise ValueError(f"{place.path} has {mark} already: fold the model first")
-            own = jax.random.fold_in(key, zlib.crc32(place.path.encode()))
-            new[place] = put(place.path, leaves, own)
+            kernel_key = jax.random.fold_in(key, zlib.crc32(place.path.encode()))
+            new[place] = put(place.path, leaves, kernel_key)
             adapted.append(place.path)
     if not adapted:
         raise ValueError(

@@ -1,7 +1,5 @@
 """Attacks on massive weights: set columns of G and U of one layer to 0 (MW, section 2.3)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -59,21 +57,21 @@ def attack(
         attack would not remove their contribution: fold them first).
     """
     settings = settings_of(Attack, settings)
-    found = massive_weights(model.config, model.params, settings.layer, settings.token)
-    k, width = settings.k, len(found.indices)
+    massive = massive_weights(model.config, model.params, settings.layer, settings.token)
+    k, width = settings.k, len(massive.indices)
     if k > width:
-        raise ValueError(f"k={k}: layer {found.layer} (from 0) has {width} neurons")
-    place, chosen = Place(found.layer, None, "ffn"), found.indices[:k]
+        raise ValueError(f"k={k}: layer {massive.layer} (from 0) has {width} neurons")
+    place, chosen = Place(massive.layer, None, "ffn"), massive.indices[:k]
     block = dict(ffn_blocks(model.config, model.params))[place]
     new = {place: silenced(block, chosen, settings.attack)}
     params = restack(model.config, write(model.config, model.params, new))
     report = {
         "attack": settings.attack,
         "k": k,
-        "layer": found.layer + 1,
-        "layer_index": found.layer,
+        "layer": massive.layer + 1,
+        "layer_index": massive.layer,
         "indices": chosen.tolist(),
-        "magnitudes": found.magnitudes[:k].tolist(),
+        "magnitudes": massive.magnitudes[:k].tolist(),
     }
     return dataclasses.replace(model, params=params), report
 
@@ -127,9 +125,9 @@ def massive_weights(
         raise ValueError(f"|h| of layer {bad} (from 0) is not finite: check the checkpoint")
     if layer is None:
         layer = int(np.argmax(states[: -(-config.n_layers // 2)].max(1)))
-    own = states[layer, : config.layers[layer].ffn_width]
-    order = np.argsort(-own, kind="stable")
-    return Massive(layer, order, own[order], states)
+    magnitudes = states[layer, : config.layers[layer].ffn_width]
+    order = np.argsort(-magnitudes, kind="stable")
+    return Massive(layer, order, magnitudes[order], states)
 
 
 @functools.cache
@@ -137,8 +135,8 @@ def _every_state(width: int) -> Probe:
     """|h| of each row's first token, float32 [B, width]."""
 
     def function(seen, batch, per_layer):
-        own = jnp.abs(seen.ffn_state[:, 0].astype(jnp.float32))
-        return jnp.pad(own, ((0, 0), (0, width - own.shape[-1])))
+        magnitudes = jnp.abs(seen.ffn_state[:, 0].astype(jnp.float32))
+        return jnp.pad(magnitudes, ((0, 0), (0, width - magnitudes.shape[-1])))
 
     return Probe("ffn_state", function, kind="example")
 

@@ -7,8 +7,6 @@ streams and the moments of one layer; attention is computed once per layer (twic
 top of the fitted one before it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -65,9 +63,9 @@ def compensated(
     batches = batches_of(rows)
     tables = {"embed": jax.device_put(model.params["embed"])}
     streams = [_embedded(model.config, tables, batch) for _, batch in batches]
-    whole, small = unstack(model.params), unstack(smaller.params)
+    uncompressed, small = unstack(model.params), unstack(smaller.params)
     layers, reports = list(small["layers"]), []
-    for i, old in enumerate(bar(method, whole["layers"], unit="block")):
+    for i, old in enumerate(bar(method, uncompressed["layers"], unit="block")):
         configs = tuple(
             dataclasses.replace(c, layers=(c.layers[i],)) for c in (model.config, smaller.config)
         )
@@ -96,10 +94,10 @@ def batches_of(rows: Sequence[np.ndarray]) -> list[tuple[bool, dict]]:
             "calibration_tokens)"
         )
     fitted = [row for place, row in enumerate(rows) if place % HELD_OUT != HELD_OUT - 1]
-    longest, found = max(map(len, rows)), []
+    longest, batches = max(map(len, rows)), []
     for is_held, some in ((False, fitted), (True, held)):
-        found += [(is_held, batch) for batch in token_batches(some, BATCH, longest)]
-    return found
+        batches += [(is_held, batch) for batch in token_batches(some, BATCH, longest)]
+    return batches
 
 
 def _equal(one: dict, other: dict) -> bool:
@@ -126,12 +124,12 @@ def _layer(config: ModelConfig, leaves: dict, x: jax.Array, batch: dict) -> jax.
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer_and_sums(
-    whole: ModelConfig, small: ModelConfig, leaves: dict, ffn: dict, x: jax.Array, batch: dict
+    config: ModelConfig, small: ModelConfig, leaves: dict, ffn: dict, x: jax.Array, batch: dict
 ) -> tuple[jax.Array, dict]:
     """Return the stream after the dense layer, and the `Moments` of `ffn` as its replacement."""
-    x, seen = causal_lm.one_layer(whole, 0, leaves, x, batch)
+    x, seen = causal_lm.one_layer(config, 0, leaves, x, batch)
     block = FeedForward(small, small.layers[0])
-    found, state = block.apply({"params": ffn}, seen.ffn_input)
+    small_output, state = block.apply({"params": ffn}, seen.ffn_input)
     factor = neuron_factor(ffn)
     state = jnp.asarray(state)
     state = state if factor is None else state * factor.astype(state.dtype)
@@ -139,15 +137,15 @@ def _layer_and_sums(
     def weighed(places: slice) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(weights [B, t], their roots and the states times the roots [B, t, .]) of positions."""
         weight = (batch["segment_ids"] > 0).astype(jnp.float32)[:, places]
-        if whole.post_norms:
+        if config.post_norms:
             output = seen.ffn_output[:, places].astype(jnp.float32)
-            weight = weight / (jnp.mean(output**2, -1) + whole.norm_eps)
+            weight = weight / (jnp.mean(output**2, -1) + config.norm_eps)
         root = jnp.sqrt(weight)[..., None]
         return weight, root, state[:, places].astype(jnp.float32) * root
 
     on_bos, _, first = weighed(slice(1))
     weight, root, state = weighed(slice(1, None))
-    missed = (seen.ffn_output - found)[:, 1:].astype(jnp.float32) * root
+    missed = (seen.ffn_output - small_output)[:, 1:].astype(jnp.float32) * root
     return x, {
         "states": jnp.einsum("btc,btk->ck", state, state),
         "crossed": jnp.einsum("btc,btn->cn", state, missed),
@@ -174,11 +172,11 @@ def _observed(
     for x, (is_held, batch) in zip(streams, batches, strict=True):
         x, seen = _layer_and_sums(*configs, leaves, ffn, x, batch)
         behind.append(x)
-        own = {name: np.asarray(value, np.float64) for name, value in seen.items()}
-        if not all(map(all_finite, own.values())):
+        moments = {name: np.asarray(value, np.float64) for name, value in seen.items()}
+        if not all(map(all_finite, moments.values())):
             raise ValueError(f"layer {layer}: its states are not finite: check the checkpoint")
-        own = Moments(**own)
-        sums[is_held] = sums[is_held] + own if is_held in sums else own
+        moments = Moments(**moments)
+        sums[is_held] = sums[is_held] + moments if is_held in sums else moments
     return behind, [sums[False], sums[True]]
 
 
@@ -195,8 +193,8 @@ def _fitted(leaves: dict, moments: list[Moments], method: str, layer: int) -> tu
     fit = METHODS[method](moments[0], moments[1], kernel.astype(np.float64))
     down = {"kernel": (kernel + fit.kernel).astype(kernel.dtype)}
     if "bias" in ffn["down"]:
-        own = np.asarray(ffn["down"]["bias"])
-        down["bias"] = own if fit.bias is None else (own + fit.bias).astype(own.dtype)
+        bias = np.asarray(ffn["down"]["bias"])
+        down["bias"] = bias if fit.bias is None else (bias + fit.bias).astype(bias.dtype)
     if not all_finite(down["kernel"]):
         raise ValueError(
             f"layer {layer}: compensation={method!r}: the weights no longer fit in {kernel.dtype}: "

@@ -1,7 +1,5 @@
 """Calibration text as rows of token ids, for methods that use a model's states."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -18,8 +18,6 @@ Compensations that use states on calibration text (`states.METHODS`) run after t
 cast back to its dtype at the end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -57,12 +55,12 @@ class Problem:
 
     def squares(self, neurons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Squared norms of those neurons' incoming vectors: (of "gate", of "up")."""
-        found = np.empty((2, len(neurons)))
-        for part in blocks((len(neurons), self.vectors.shape[1]), _PRODUCTS):
-            rows = self.vectors[neurons[part]].astype(np.float64) ** 2
-            found[0, part] = rows[:, : self.gate].sum(axis=1)
-            found[1, part] = rows[:, self.gate :].sum(axis=1)
-        return found[0], found[1]
+        squared = np.empty((2, len(neurons)))
+        for block in blocks((len(neurons), self.vectors.shape[1]), _PRODUCTS):
+            rows = self.vectors[neurons[block]].astype(np.float64) ** 2
+            squared[0, block] = rows[:, : self.gate].sum(axis=1)
+            squared[1, block] = rows[:, self.gate :].sum(axis=1)
+        return squared[0], squared[1]
 
 
 # Maps a slice of the survivors to their new rows of W, float64.
@@ -86,13 +84,15 @@ def outgoing_of_survivors(
     """
     check_choice("compensation", name, COMPENSATIONS)
     vectors, gate = incoming(ffn)
-    kept = np.setdiff1d(np.arange(len(vectors)), gone)
-    problem = Problem(vectors, gate, outgoing(ffn), kept, np.sort(gone), merges)
+    survivors = np.setdiff1d(np.arange(len(vectors)), gone)
+    problem = Problem(vectors, gate, outgoing(ffn), survivors, np.sort(gone), merges)
     rows, report = _METHODS[name](problem)
-    kernel = np.empty((len(kept), problem.weights.kernel.shape[1]), problem.weights.kernel.dtype)
+    kernel = np.empty(
+        (len(survivors), problem.weights.kernel.shape[1]), problem.weights.kernel.dtype
+    )
     with np.errstate(over="ignore"):  # raises the error below
-        for part in blocks(kernel.shape, CACHED):
-            kernel[part] = rows(part)
+        for block in blocks(kernel.shape, CACHED):
+            kernel[block] = rows(block)
     if not all_finite(kernel):
         raise ValueError(
             f"compensation={name!r}: the survivors' weights no longer fit in {kernel.dtype} "
@@ -148,8 +148,8 @@ def _nearest_multiple(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndar
     factor, squared = np.empty(len(problem.gone)), np.empty(len(problem.gone))
     gate = problem.gate
     gate_squares, up_squares = problem.squares(problem.kept)
-    for part in blocks((len(problem.gone), len(problem.kept)), _PRODUCTS):
-        gone = problem.vectors[problem.gone[part]].astype(np.float64)
+    for block in blocks((len(problem.gone), len(problem.kept)), _PRODUCTS):
+        gone = problem.vectors[problem.gone[block]].astype(np.float64)
         lengths = np.einsum("mp,mp->m", gone, gone)[:, None]
         distance, factors = np.empty((2, len(gone), len(problem.kept)))
         for some in blocks((len(problem.kept), gone.shape[1]), _PRODUCTS):
@@ -162,20 +162,20 @@ def _nearest_multiple(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndar
         margin = 1e-12 * (lengths + gate_squares + explained)
         limit = (distance + margin).min(axis=1, keepdims=True)
         row, column = np.nonzero(distance - margin <= limit)
-        scale, measured = _measured_multiples(problem, part, row, column)
+        scale, measured = _measured_multiples(problem, block, row, column)
         best = neighbours.least_of_rows(row, measured, column)
-        into[part], factor[part] = problem.kept[column[best]], scale[best]
-        squared[part] = measured[best]
+        into[block], factor[block] = problem.kept[column[best]], scale[best]
+        squared[block] = measured[best]
     return into, factor, squared
 
 
 def _measured_multiples(
-    problem: Problem, part: slice, row: np.ndarray, column: np.ndarray
+    problem: Problem, block: slice, row: np.ndarray, column: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(c, squared distance) of pairs of a removed neuron and a survivor, given by position."""
     c, squared = np.empty(len(row)), np.empty(len(row))
     for some in blocks((len(row), problem.vectors.shape[1]), _PRODUCTS):
-        gone = problem.vectors[problem.gone[part][row[some]]].astype(np.float64)
+        gone = problem.vectors[problem.gone[block][row[some]]].astype(np.float64)
         rest = problem.vectors[problem.kept[column[some]]].astype(np.float64)
         up = rest[:, problem.gate :]
         products = np.einsum("rp,rp->r", gone[:, problem.gate :], up)
@@ -193,21 +193,21 @@ def _factors(products: np.ndarray, squares: np.ndarray, gated: int) -> np.ndarra
 
 
 def _solved(problem: Problem, ridge: float) -> tuple[Rows, dict]:
-    kept, weights = problem.kept, problem.weights
-    added, report = solve_together(problem.vectors, kept, problem.gone, weights.rows, ridge)
-    return lambda part: weights.rows(kept[part]) + added(part), report
+    survivors, weights = problem.kept, problem.weights
+    added, report = solve_together(problem.vectors, survivors, problem.gone, weights.rows, ridge)
+    return lambda block: weights.rows(survivors[block]) + added(block), report
 
 
 def _changed_rows(problem: Problem, changed: dict[int, np.ndarray]) -> Rows:
     """Rows of the survivors: those in `changed`, and the others unchanged."""
 
-    def rows(part: slice) -> np.ndarray:
-        neurons = problem.kept[part]
-        found = problem.weights.rows(neurons)
+    def rows(block: slice) -> np.ndarray:
+        neurons = problem.kept[block]
+        kernel_rows = problem.weights.rows(neurons)
         for place, neuron in enumerate(neurons.tolist()):
             if neuron in changed:
-                found[place] = changed[neuron]
-        return found
+                kernel_rows[place] = changed[neuron]
+        return kernel_rows
 
     return rows
 

@@ -12,8 +12,6 @@ first (a case that the paper does not treat; the removal is exact).
 (`similarity.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -87,9 +85,9 @@ def _incoming(
     OptiPFair's rules (0.4, arXiv 2512.22671) remove the lowest values first. They are defined for
     gated FFNs only; for a plain FFN only "up" counts [ours].
     """
-    found = [_columns(ffn, name, function) for name in ("gate", "up") if name in ffn]
+    scores = [_columns(ffn, name, function) for name in ("gate", "up") if name in ffn]
     dead = _row_by_row(ffn, lambda rows: ~rows.any(axis=1))
-    return _dead_first(-functools.reduce(join, found), dead)
+    return _dead_first(-functools.reduce(join, scores), dead)
 
 
 def _columns(ffn: dict, name: str, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -136,7 +134,7 @@ def optipfair(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> 
 
     parts = [_columns(ffn, name, spread) for name in ("gate", "up") if name in ffn]
     parts.append(_row_by_row(ffn, spread))
-    shares = sum(part / max(part.max(), np.finfo(float).tiny) for part in parts)
+    shares = sum(spreads / max(spreads.max(), np.finfo(float).tiny) for spreads in parts)
     return _of_states(ffn, activations, lambda seen: shares * seen["norm"])
 
 

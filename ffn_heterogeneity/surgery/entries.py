@@ -3,8 +3,6 @@
 A method is (blocks, kept share of their weights) -> new blocks under the same `Place`s.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,10 +52,10 @@ def unstructured(blocks: Blocks, share: float) -> dict[Place, dict]:
 
 def highest_share(values: Sequence[np.ndarray], share: float) -> list[np.ndarray]:
     """True for the highest values of all arrays together, ties at the threshold included."""
-    every = np.concatenate([own.ravel() for own in values])
+    every = np.concatenate([array.ravel() for array in values])
     gone = math.floor((1 - share) * every.size + 1e-9)
     border = np.partition(every, gone)[gone] if gone else -np.inf
-    return [own >= border for own in values]
+    return [array >= border for array in values]
 
 
 MASKED = "unstructured"

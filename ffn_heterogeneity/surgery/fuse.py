@@ -17,8 +17,6 @@ remove weights and keep all neurons. A neuron is a row (`neurons.rows_of`):
            as a factor after the activation (equation 14).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -137,17 +135,17 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     every = ffn_blocks(config, jax.tree.map(np.asarray, model.params))
     blocks = {place: ffn for place, ffn in every if place.layer in chosen}
     if asked.method in ENTRIES:
-        beside = ("mask",) if asked.method == MASKED else ()
-        blocks = {place: neurons.plain(ffn, place.layer, beside) for place, ffn in blocks.items()}
+        allowed = ("mask",) if asked.method == MASKED else ()
+        blocks = {place: neurons.plain(ffn, place.layer, allowed) for place, ffn in blocks.items()}
         new = ENTRIES[asked.method](blocks, 1 - asked.ratio)
     else:
         for place in bar(asked.method, blocks, unit="block"):
-            own = spared if place.layer == massive else spared[:0]
-            new[place], found = fuse_block(blocks[place], place, asked, own)
+            spared_here = spared if place.layer == massive else spared[:0]
+            new[place], block_facts = fuse_block(blocks[place], place, asked, spared_here)
             widths[place.layer] = new[place]["down"]["kernel"].shape[0]
-            for name, value in found.items():
+            for name, value in block_facts.items():
                 facts.setdefault(name, {}).setdefault(place.layer, []).append(value)
-    before, kept = (sum(map(weights, some.values())) for some in (blocks, new))
+    before, remaining = (sum(map(weights, some.values())) for some in (blocks, new))
     if asked.rewind:
         model, new = _rewound(model, new, asked.rewind)
     after = model.config.with_widths(widths)
@@ -155,7 +153,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     smaller = dataclasses.replace(model, config=after, params=params)
     # Weights that were masked before are not counted.
     total = count_parameters(config)["total"] - sum(map(masked_out, blocks.values()))
-    left = total - before + kept
+    left = total - before + remaining
     report = {
         "method": asked.method,
         "ratio": asked.ratio,
@@ -165,15 +163,15 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
         "parameters_before": total,
         "parameters_after": left,
         "parameters_removed_percent": 100.0 * (total - left) / total,
-        "kept_share": kept / before,
+        "kept_share": remaining / before,
     }
     if asked.skip:
         report["layer_index"] = massive
     if asked.compensation != "none":
         given = (asked.calibration, asked.calibration_tokens, asked.seed)
         rows = calibration_rows(model, *given)
-        smaller, told = compensated(model, smaller, asked.compensation, rows, asked.sequential)
-        report |= {"compensation": asked.compensation, "compensated": told}
+        smaller, reports = compensated(model, smaller, asked.compensation, rows, asked.sequential)
+        report |= {"compensation": asked.compensation, "compensated": reports}
         report |= {"own_rows": rows} if asked.calibration == OWN else {}
     for name, layers in facts.items():
         means = {layer: float(np.mean(each)) for layer, each in layers.items()}
@@ -200,8 +198,8 @@ def _massive(model: Model, asked: Fusion) -> tuple[int | None, np.ndarray]:
     none = np.zeros(0, int)
     if not (asked.spare or asked.skip) or is_abstract(model.params):
         return (0 if asked.skip else None), none
-    found = massive_weights(model.config, model.params, None, None)
-    return found.layer, np.asarray(found.indices[: asked.spare])
+    massive = massive_weights(model.config, model.params, None, None)
+    return massive.layer, np.asarray(massive.indices[: asked.spare])
 
 
 def assumed_layer(settings: Mapping[str, Any]) -> str:
@@ -248,11 +246,11 @@ def fuse_block(
             "fuse: lower spare or ratio"
         )
     others = np.setdiff1d(np.arange(m), spared)
-    own = [{part: row[which] for part, row in rows.items()} for which in (spared, others)]
+    groups = [{path: row[which] for path, row in rows.items()} for which in (spared, others)]
     draw = np.random.default_rng([asked.seed, place.layer, place.expert or 0])
     seed = int(draw.integers(1 << 31))
-    made = METHODS[asked.method](own[1], c, asked, seed)
-    both = {part: np.concatenate([own[0][part], row]) for part, row in made.rows.items()}
+    made = METHODS[asked.method](groups[1], c, asked, seed)
+    both = {path: np.concatenate([groups[0][path], row]) for path, row in made.rows.items()}
     block = neurons.block_of(both, ffn)
     if made.factor is not None:
         factor = np.concatenate([np.ones(len(spared)), made.factor])
@@ -268,10 +266,10 @@ def _clustered(rows: dict, c: int, asked: Fusion, seed: int) -> tuple[dict, np.n
     here = jax.local_devices()
     axis = {"axis_names": ("columns",), "axis_types": (jax.sharding.AxisType.Auto,)}
     mesh = jax.make_mesh((len(here),), **axis, devices=here)
-    found = cluster(
+    groups = cluster(
         neurons.joined(rows), c, starts=asked.n_init, seed=seed, mesh=mesh, label="k-means"
     )
-    return neurons.split(found.centroids, rows), found.sizes, {"inertia_share": found.share}
+    return neurons.split(groups.centroids, rows), groups.sizes, {"inertia_share": groups.share}
 
 
 def fusion(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
@@ -300,27 +298,27 @@ def sketch(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
 
 def hybrid_sketch(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """The neurons with the largest product of norms, and mixtures of the others."""
-    kept = round(c / 3)
+    count = round(c / 3)
     down = np.linalg.norm(rows["down", "kernel"], axis=1)
     kernels = [row for (name, leaf), row in rows.items() if leaf == "kernel" and name != "down"]
-    first = highest(down * np.linalg.norm(np.concatenate(kernels, 1), axis=1), kept)
+    first = highest(down * np.linalg.norm(np.concatenate(kernels, 1), axis=1), count)
     rest = np.setdiff1d(np.arange(len(down)), first)
-    mixed = sketch({part: row[rest] for part, row in rows.items()}, c - kept, asked, seed).rows
-    return Made({part: np.concatenate([row[first], mixed[part]]) for part, row in rows.items()})
+    mixed = sketch({path: row[rest] for path, row in rows.items()}, c - count, asked, seed).rows
+    return Made({path: np.concatenate([row[first], mixed[path]]) for path, row in rows.items()})
 
 
 def structured(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """The neurons whose incoming and outgoing weights have the largest L1 norm."""
-    kept = highest(np.abs(neurons.joined(rows)).sum(1), c)
-    return Made({part: row[kept] for part, row in rows.items()})
+    survivors = highest(np.abs(neurons.joined(rows)).sum(1), c)
+    return Made({path: row[survivors] for path, row in rows.items()})
 
 
 def mmd(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """Support points, with the number of neurons that each represents as a factor."""
     points = neurons.joined(rows)
-    found, first, last = support_points(points, c, steps=asked.steps, seed=seed)
+    support, first, last = support_points(points, c, steps=asked.steps, seed=seed)
     factor = np.full(c, len(points) / c)
-    return Made(neurons.split(found, rows), factor, {"mmd2_start": first, "mmd2": last})
+    return Made(neurons.split(support, rows), factor, {"mmd2_start": first, "mmd2": last})
 
 
 METHODS: dict[str, Callable[[dict, int, Fusion, int], Made]] = {

@@ -13,8 +13,6 @@ Each start is one compiled program that returns to the host only after the last 
 devices, K's columns and the distances are sharded.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple
@@ -116,13 +114,13 @@ def _clusters(points: np.ndarray, labels: np.ndarray, c: int, steps: int) -> Clu
     order, sizes = np.argsort(labels, kind="stable"), np.bincount(labels, minlength=c)
     sums = np.add.reduceat(points[order], np.cumsum(sizes) - sizes, dtype=np.float64)
     centroids = sums / sizes[:, None]
-    inertia = whole = 0.0
-    for part in blocks(points.shape, CACHED):
-        rows = points[part].astype(np.float64)
-        whole += float(np.vdot(rows, rows))
-        rows -= centroids[labels[part]]
+    inertia = total = 0.0
+    for block in blocks(points.shape, CACHED):
+        rows = points[block].astype(np.float64)
+        total += float(np.vdot(rows, rows))
+        rows -= centroids[labels[block]]
         inertia += float(np.vdot(rows, rows))
-    return Clusters(labels, centroids, sizes, inertia, inertia / whole if whole else 0.0, steps)
+    return Clusters(labels, centroids, sizes, inertia, inertia / total if total else 0.0, steps)
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
@@ -158,9 +156,9 @@ def _spread(data: jax.Array, key: jax.Array, c: int, products: bool) -> jax.Arra
 
     def step(i, carry):
         seeds, closest, key = carry
-        key, own = jax.random.split(key)
+        key, subkey = jax.random.split(key)
         sums = jnp.cumsum(closest)
-        drawn = jax.random.uniform(own, (trials,)) * sums[-1]
+        drawn = jax.random.uniform(subkey, (trials,)) * sums[-1]
         rows = jnp.searchsorted(sums, drawn, side="right", method="compare_all")
         rows = jnp.minimum(rows, len(norms) - 1)
         nearer = jnp.minimum(closest, distances(rows))
@@ -201,8 +199,8 @@ def _lloyd(
         centres = jax.ops.segment_sum(data, labels, c) / sizes[:, None]
         if products:
             return centres, jnp.sum(centres**2, 1), sizes
-        own = centres[labels, jnp.arange(m)]
-        return centres, jax.ops.segment_sum(own, labels, c) / sizes, sizes
+        dots = centres[labels, jnp.arange(m)]
+        return centres, jax.ops.segment_sum(dots, labels, c) / sizes, sizes
 
     def step(state):
         before, centres, squares, _, steps = state

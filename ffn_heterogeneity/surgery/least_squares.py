@@ -8,8 +8,6 @@ that of minimum norm: singular values below sqrt(max(p, s) eps) times the larges
 which is the resolution of a Gram matrix in float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 
@@ -30,7 +28,7 @@ Solve = Callable[[np.ndarray], np.ndarray]
 
 def solve_together(
     vectors: np.ndarray,
-    kept: np.ndarray,
+    survivors: np.ndarray,
     gone: np.ndarray,
     outgoing_rows: Callable[[np.ndarray], np.ndarray],
     ridge: float = 0.0,
@@ -39,15 +37,15 @@ def solve_together(
 
     Args:
       vectors: E [m, p], no entry larger than 1.
-      kept, gone: which rows are E_rest and E_gone.
+      survivors, gone: which rows are E_rest and E_gone.
       outgoing_rows: indices -> rows of W, float64.
       ridge: mu is this times the mean squared length of a row of E_rest.
 
     Returns:
       (slice of the survivors -> rows to add, float64; the report of `compensation`).
     """
-    system = _System(vectors, kept, ridge)
-    width = outgoing_rows(kept[:1]).shape[1]
+    system = _System(vectors, survivors, ridge)
+    width = outgoing_rows(survivors[:1]).shape[1]
     gained = np.zeros((system.size, width))
     squares = {"lambda": 0.0, "left": 0.0, "all": 0.0}
     largest = 0.0
@@ -71,7 +69,7 @@ def solve_together(
         "residual": math.sqrt(squares["left"] / squares["all"]) if squares["all"] else 0.0,
         "condition": system.condition,
     }
-    return lambda part: system.rest(part) @ gained if system.wide else gained[part], report
+    return lambda block: system.rest(block) @ gained if system.wide else gained[block], report
 
 
 class _System:
@@ -83,22 +81,22 @@ class _System:
       condition: ratio of the extreme nonzero singular values; None if all are 0.
     """
 
-    def __init__(self, vectors: np.ndarray, kept: np.ndarray, ridge: float):
-        self.vectors, self.kept = vectors, kept
-        s, p = len(kept), vectors.shape[1]
+    def __init__(self, vectors: np.ndarray, survivors: np.ndarray, ridge: float):
+        self.vectors, self.kept = vectors, survivors
+        s, p = len(survivors), vectors.shape[1]
         self.wide = p <= s
         self.size = min(s, p)
         squares = sum(float(np.vdot(rows, rows)) for _, rows in self._parts())
         tolerance = max(s, p) * float(np.finfo(np.float64).eps)
-        found = _pseudo_inverse(lambda: self._gram(ridge * squares / s), self.size, tolerance)
-        self._invert, low, high = found
+        inverse = _pseudo_inverse(lambda: self._gram(ridge * squares / s), self.size, tolerance)
+        self._invert, low, high = inverse
         self.condition = math.sqrt(high / low) if low > 0 else None
         exact = ridge == 0 and low > 0
         self.refinements = 2 if exact and high / low > _REFINED else 0
 
-    def rest(self, part: slice) -> np.ndarray:
+    def rest(self, block: slice) -> np.ndarray:
         """Rows of E_rest in float64."""
-        return self.vectors[self.kept[part]].astype(np.float64)
+        return self.vectors[self.kept[block]].astype(np.float64)
 
     def solve(self, wanted: np.ndarray) -> np.ndarray:
         """E_gone [r, p] -> y [size, r]."""
@@ -111,20 +109,20 @@ class _System:
     def combine(self, factors: np.ndarray) -> np.ndarray:
         """Lambda E_rest [r, p]."""
         total = np.zeros((factors.shape[1], self.vectors.shape[1]))
-        for part, rows in self._parts():
-            total += factors[part].T @ rows
+        for block, rows in self._parts():
+            total += factors[block].T @ rows
         return total
 
     def _times(self, right: np.ndarray) -> np.ndarray:
         """E_rest right."""
         product = np.empty((len(self.kept), right.shape[1]))
-        for part, rows in self._parts():
-            np.matmul(rows, right, out=product[part])
+        for block, rows in self._parts():
+            np.matmul(rows, right, out=product[block])
         return product
 
     def _parts(self) -> Iterator[tuple[slice, np.ndarray]]:
-        for part in blocks((len(self.kept), self.vectors.shape[1]), _BLOCK):
-            yield part, self.rest(part)
+        for block in blocks((len(self.kept), self.vectors.shape[1]), _BLOCK):
+            yield block, self.rest(block)
 
     def _gram(self, added: float) -> np.ndarray:
         """Upper triangle of the matrix with `added` on its diagonal; the rest is 0."""
@@ -136,8 +134,8 @@ class _System:
         else:
             columns = blocks((self.vectors.shape[1], self.size), _BLOCK)
             parts = (self.vectors[self.kept, some].astype(np.float64) for some in columns)
-        for part in parts:
-            gram = dsyrk(1.0, part, beta=1.0, c=gram, overwrite_c=True)
+        for block in parts:
+            gram = dsyrk(1.0, block, beta=1.0, c=gram, overwrite_c=True)
         gram[np.diag_indices(self.size)] += added
         return gram
 
@@ -152,9 +150,9 @@ def _pseudo_inverse(
       tolerance: eigenvalues below it times the largest count as zero.
     """
     if size > DIRECT:
-        found = _cholesky(make(), tolerance)
-        if found is not None:
-            return found
+        inverse = _cholesky(make(), tolerance)
+        if inverse is not None:
+            return inverse
     values, basis = np.linalg.eigh(make(), UPLO="U")
     count = values > tolerance * max(values[-1], 0.0)
     if not count.any():

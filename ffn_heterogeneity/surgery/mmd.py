@@ -10,8 +10,6 @@ b = 1, 2, 4, 8, 16 times a quarter of the mean distance between two of the m + c
 is recomputed at each step and is not differentiated.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -35,8 +33,8 @@ def support_points(
     """
     rows = np.random.default_rng(seed).permutation(len(points))[:c]
     data = jnp.asarray(points, jnp.float32)
-    found, first, last = _moved(data, data[rows], steps)
-    return np.asarray(found), float(first), float(last)
+    support, first, last = _moved(data, data[rows], steps)
+    return np.asarray(support), float(first), float(last)
 
 
 def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:

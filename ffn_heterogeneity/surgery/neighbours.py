@@ -6,8 +6,6 @@ bounded (|fl(a.b) - a.b| <= p u |a| |b|, u the unit roundoff), and the distance 
 could be nearest within that bound is computed exactly.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np
@@ -43,18 +41,18 @@ class Neighbours:
         m, p = points.shape
         self.points, self.alive = points, alive.copy()
         self.squares = np.empty(m)
-        for part in blocks((m, p), BLOCK):
-            rows = points[part].astype(np.float64)
-            self.squares[part] = np.einsum("mp,mp->m", rows, rows)
+        for block in blocks((m, p), BLOCK):
+            rows = points[block].astype(np.float64)
+            self.squares[block] = np.einsum("mp,mp->m", rows, rows)
         limits = np.finfo(points.dtype)
         # 2 p u |a| |b| <= p u (|a|^2 + |b|^2), plus a few roundings outside the product; for
         # subnormal numbers the errors are absolute.
         self._relative = 1.01 * (p + 16) * float(limits.eps) / 2
         self._absolute = 4 * p * float(limits.tiny)
-        kept = min(remembered, m)
-        self._columns = np.zeros((m, kept), np.int32)
+        width = min(remembered, m)
+        self._columns = np.zeros((m, width), np.int32)
         # Lower bounds of squared distances, without the row's own share (`_bound`).
-        self._lower = np.full((m, kept), np.inf)
+        self._lower = np.full((m, width), np.inf)
         # ... of every living column that is not cached: nothing is known yet.
         self._beyond = np.full(m, -np.inf)
 
@@ -79,13 +77,13 @@ class Neighbours:
         known = self._beyond[rows] > -np.inf
         sure = np.zeros(len(rows), bool)
         if known.any():
-            found = self._from_memory(rows[known])
-            index[known], distance[known], sure[known] = found
+            remembered = self._from_memory(rows[known])
+            index[known], distance[known], sure[known] = remembered
         step = max(1, BLOCK // len(self.points))
         left = np.flatnonzero(~sure)
         for start in range(0, len(left), step):
-            part = left[start : start + step]
-            index[part], distance[part] = self._from_products(rows[part])
+            chunk = left[start : start + step]
+            index[chunk], distance[chunk] = self._from_products(rows[chunk])
         return index, distance
 
     def _bound(self, rows: np.ndarray) -> np.ndarray:
@@ -106,13 +104,13 @@ class Neighbours:
         lower = (-2 * self.points[rows]) @ self.points.T
         lower += base.astype(lower.dtype)
         lower[np.arange(len(rows)), rows] = np.inf
-        kept = self._columns.shape[1]
-        if kept < len(self.points):
-            order = np.argpartition(lower, kept, axis=1)
-            beyond = np.take_along_axis(lower, order[:, kept : kept + 1], axis=1)[:, 0]
-            columns = order[:, :kept]
+        width = self._columns.shape[1]
+        if width < len(self.points):
+            order = np.argpartition(lower, width, axis=1)
+            beyond = np.take_along_axis(lower, order[:, width : width + 1], axis=1)[:, 0]
+            columns = order[:, :width]
         else:
-            columns = np.broadcast_to(np.arange(kept), lower.shape)
+            columns = np.broadcast_to(np.arange(width), lower.shape)
             beyond = np.full(len(rows), np.inf)
         self._columns[rows] = columns
         self._lower[rows] = np.take_along_axis(lower, columns, axis=1)
@@ -143,20 +141,20 @@ class Neighbours:
         others = columns[row, place].astype(np.int64)
         row = np.concatenate([np.arange(len(rows)), row])
         others = np.concatenate([index, others])
-        found = np.concatenate(
+        measured = np.concatenate(
             [distance, squared_distances(self.points, rows[row[len(rows) :]], others[len(rows) :])]
         )
-        best = least_of_rows(row, found, others)
-        return others[best], found[best]
+        best = least_of_rows(row, measured, others)
+        return others[best], measured[best]
 
 
 def squared_distances(points: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """|a - b|^2 [r] of pairs of rows of `points`, float64."""
     squared = np.empty(len(a))
-    for part in blocks((len(a), points.shape[1]), BLOCK):
-        difference = points[a[part]].astype(np.float64)
-        difference -= points[b[part]]
-        squared[part] = np.einsum("rp,rp->r", difference, difference)
+    for block in blocks((len(a), points.shape[1]), BLOCK):
+        difference = points[a[block]].astype(np.float64)
+        difference -= points[b[block]]
+        squared[block] = np.einsum("rp,rp->r", difference, difference)
     return squared
 
 

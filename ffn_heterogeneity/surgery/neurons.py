@@ -1,7 +1,5 @@
 """Feed-forward blocks as bundles of neurons: one row each, and back (MLP Fusion, section IV-B)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,14 +12,14 @@ from ffn_heterogeneity.tree import flatten
 Part = tuple[str, str]
 
 
-def plain(ffn: dict, layer: int, beside: Sequence[str] = ()) -> dict:
-    """Return the block after checking that it has only kernels, biases and the leaves `beside`.
+def plain(ffn: dict, layer: int, allowed: Sequence[str] = ()) -> dict:
+    """Return the block after checking that it has only kernels, biases and the leaves `allowed`.
 
     Raises:
       ValueError: another leaf, or NaN or infinity in one; the message names the layer and the leaf.
     """
     for path, leaf in flatten(ffn).items():
-        if path.split("/")[-1] not in (*KERNEL_LEAVES, *beside):
+        if path.split("/")[-1] not in (*KERNEL_LEAVES, *allowed):
             raise ValueError(f"layer {layer} has ffn/{path}: fold the model first (surgery fold)")
         if not all_finite(np.asarray(leaf)):
             raise ValueError(f"layer {layer}: ffn/{path} holds NaN or infinity: check the file")

@@ -1,7 +1,5 @@
 """Self-generated calibration text, which needs no data."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -50,8 +48,8 @@ def own_rows(model: Model, tokens: int, seed: int = 0) -> list[np.ndarray]:
                 f"calibration='own': {model.source} ends every answer at once: give a text file"
             )
         for answer in round_:
-            own = np.asarray([config.bos_id, *answer[:left]], np.int32)
-            if left > 0 and len(own) > 1:
-                rows.append(own)
-                left -= len(own) - 1
+            row = np.asarray([config.bos_id, *answer[:left]], np.int32)
+            if left > 0 and len(row) > 1:
+                rows.append(row)
+                left -= len(row) - 1
     return rows

@@ -1,7 +1,5 @@
 """Neuron removal in one layer, shared by models in memory and checkpoints on disk."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -111,8 +109,8 @@ def reduce_layer(
     gone, merges = plan.choose(ffn, place, cut, seen)
     if not gone.size:
         return ffn, gone, None
-    kept = np.setdiff1d(np.arange(ffn["down"]["kernel"].shape[0]), gone)
-    smaller = take_neurons(config, place, ffn, kept)
+    survivors = np.setdiff1d(np.arange(ffn["down"]["kernel"].shape[0]), gone)
+    smaller = take_neurons(config, place, ffn, survivors)
     if plan.compensation not in OF_WEIGHTS:
         return smaller, gone, None
     with naming(f"layer {place.layer}"):

@@ -1,7 +1,5 @@
 """Removal of inner neurons: rows of W, columns of G and U, and their biases and factors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -11,8 +9,8 @@ from ffn_heterogeneity.models.leaves import Place, declared_at, neuron_axis
 from ffn_heterogeneity.tree import flatten, unflatten
 
 
-def take_neurons(config: ModelConfig, place: Place, ffn: dict, kept: np.ndarray) -> dict:
-    """Return the FFN leaves of a layer or an expert with only the neurons `kept`, in that order.
+def take_neurons(config: ModelConfig, place: Place, ffn: dict, survivors: np.ndarray) -> dict:
+    """Return the FFN leaves of a layer or an expert with only the neurons `survivors`, in order.
 
     Removing neuron i deletes row i of W, column i of G and U, and its biases (NUCL, section 4.2).
     The result computes exactly what the dense layer computes with those neurons' outputs zeroed.
@@ -27,12 +25,12 @@ def take_neurons(config: ModelConfig, place: Place, ffn: dict, kept: np.ndarray)
     taken, leaves = {}, declared_at(config, place, ffn)
     for path, leaf in flatten(ffn).items():
         axis = neuron_axis(f"{place.path}/{path}", leaves[path])
-        taken[path] = leaf if axis is None else _take(leaf, kept, axis)
+        taken[path] = leaf if axis is None else _take(leaf, survivors, axis)
     return unflatten(taken)
 
 
-def _take(leaf: Any, kept: np.ndarray, axis: int) -> Any:
+def _take(leaf: Any, survivors: np.ndarray, axis: int) -> Any:
     """Take along an axis without copying a kernel that is stored transposed, as leaf.take would."""
     if isinstance(leaf, np.ndarray) and leaf.ndim == 2 and leaf.flags.f_contiguous:
-        return leaf.T.take(kept, axis=-3 - axis).T  # -1 <-> -2
-    return leaf.take(kept, axis=axis)
+        return leaf.T.take(survivors, axis=-3 - axis).T  # -1 <-> -2
+    return leaf.take(survivors, axis=axis)

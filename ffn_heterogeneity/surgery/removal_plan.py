@@ -1,7 +1,5 @@
 """Removal plans (criterion, amount, layers), and the choice of neurons by them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -101,8 +99,8 @@ class RemovalPlan:
         options = {"seed": self.seed, "reverse": self.reverse, "protect": self.protect}
         scores = {}
         for i in chosen:
-            own = {"layer": i, "activations": seen[i] if seen else None}
-            scores[i] = criteria.layer_scores(self.criterion, leaves(i), **own, **options)
+            layer_options = {"layer": i, "activations": seen[i] if seen else None}
+            scores[i] = criteria.layer_scores(self.criterion, leaves(i), **layer_options, **options)
         return select_global(scores, **how_much)
 
     def _with_lost(
@@ -121,8 +119,8 @@ class RemovalPlan:
             return gone
         if named is None:
             size = float(self.lose.partition(":")[2])
-            own = [1] if place.expert is None else [1, place.expert]
-            rng = np.random.default_rng([self.seed, place.layer, *own])
+            seed_suffix = [1] if place.expert is None else [1, place.expert]
+            rng = np.random.default_rng([self.seed, place.layer, *seed_suffix])
             stay = np.setdiff1d(np.arange(len(scores)), gone)
             count = int(size) if size >= 1 else math.ceil(size * len(scores))
             lost = rng.permutation(stay)[:count]

@@ -1,7 +1,5 @@
 """Activations of each neuron on bos and on calibration text, for criteria that need them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 
@@ -35,9 +33,9 @@ def seen_states(
     Raises:
       ValueError: as `massive_weights`; non-finite states.
     """
-    found = massive_weights(config, params, token=token)
-    layers = [{"massive": i == found.layer} for i in range(config.n_layers)]
-    sums = {"bos": found.states.astype(np.float64)}
+    massive = massive_weights(config, params, token=token)
+    layers = [{"massive": i == massive.layer} for i in range(config.n_layers)]
+    sums = {"bos": massive.states.astype(np.float64)}
     if rows is not None:
         total = _sums(config, params, rows)
         tokens = total["tokens"][0]
@@ -47,8 +45,8 @@ def seen_states(
     for name, values in sums.items():
         if not np.isfinite(values).all():
             raise ValueError(f"the states ({name}) are not finite: check the checkpoint")
-        for layer, width, own in zip(layers, config.ffn_widths, values, strict=True):
-            layer[name] = own[:width]
+        for layer, width, layer_values in zip(layers, config.ffn_widths, values, strict=True):
+            layer[name] = layer_values[:width]
     return layers
 
 

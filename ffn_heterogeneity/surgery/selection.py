@@ -1,7 +1,5 @@
 """Choice of layers, of the number of neurons to remove, and of the neurons."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 
@@ -58,8 +56,8 @@ def _parse_layers(text: str) -> list[int]:
         first = int(text.removeprefix("pair:"))
         return [first, first + 1]
     chosen: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
+    for span in text.split(","):
+        first, dash, last = span.strip().partition("-")
         # Check the range before it is expanded: no model has that many layers.
         chosen += range(int(first), min(int(last), 10**6) + 1) if dash else [int(first)]
     return chosen

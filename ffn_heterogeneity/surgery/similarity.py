@@ -12,8 +12,6 @@ min_i s_ij is mean(W_j^2) times the distance of j to its nearest neighbor, so no
 a merge changes one scalar, and only neurons whose nearest neighbor was removed search again.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ffn_heterogeneity.surgery.neighbours import Neighbours, duplicate_groups
@@ -50,9 +48,9 @@ class _Merging:
         self.exponent = power_of_two(weights.kernel) + int(np.frexp(largest)[1])
         self.merged: dict[int, np.ndarray] = {}  # rows of W that merges have changed
         self.squares = np.empty(m)  # mean_k W_jk^2
-        for part, rows in weights.blocks():
+        for block, rows in weights.blocks():
             rows = np.ldexp(rows, -self.exponent)
-            self.squares[part] = np.einsum("mn,mn->m", rows, rows) / rows.shape[1]
+            self.squares[block] = np.einsum("mn,mn->m", rows, rows) / rows.shape[1]
         self.alive = np.ones(m, bool)
         self.group = duplicate_groups(vectors)
         self.members = np.bincount(self.group, minlength=m)  # number of remaining neurons per group

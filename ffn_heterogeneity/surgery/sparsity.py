@@ -10,8 +10,6 @@ Iterative pruning alternates the surgery `score_mask` (at rising ratios, with `k
 training of the leaves "/score$".
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -83,9 +81,9 @@ def insert_scores(model: Model, settings: Mapping[str, Any] | Scores, data=None,
     """
     asked = settings_of(Scores, settings)
 
-    def put(path: str, leaves: dict, own: jax.Array) -> dict:
+    def put(path: str, leaves: dict, kernel_key: jax.Array) -> dict:
         shape = jax.eval_shape(effective_kernel, leaves).shape
-        return leaves | {"score": jax.random.uniform(own, shape)}
+        return leaves | {"score": jax.random.uniform(kernel_key, shape)}
 
     return inserted(model, asked.targets, put, key, "score")
 
@@ -113,8 +111,8 @@ def fix_masks(model: Model, settings: Mapping[str, Any] | ScoreMask, data=None, 
         new[place] = {name: leaf for name, leaf in leaves.items() if name not in gone}
         new[place]["mask"] = mask
     params = restack(model.config, write(model.config, tree, new))
-    kept = sum(mask.sum() for mask in masks) / sum(mask.size for mask in masks)
-    return dataclasses.replace(model, params=params), {"kept_share": float(kept)}
+    share = sum(mask.sum() for mask in masks) / sum(mask.size for mask in masks)
+    return dataclasses.replace(model, params=params), {"kept_share": float(share)}
 
 
 def _masks(scored: list[dict], share: float) -> list[np.ndarray]:
@@ -126,7 +124,7 @@ def _masks(scored: list[dict], share: float) -> list[np.ndarray]:
         active = np.asarray(leaves.get("mask", 1)) != 0
         values.append(np.where(active, np.asarray(leaves["score"]), -np.inf))
     stays = zip(values, highest_share(values, share), strict=True)
-    return [(own & (value > -np.inf)).astype(np.float32) for value, own in stays]
+    return [(stay & (value > -np.inf)).astype(np.float32) for value, stay in stays]
 
 
 def insert_gates(model: Model, settings: Mapping[str, Any] | Gates, data=None, key=None) -> tuple:
@@ -143,7 +141,7 @@ def insert_gates(model: Model, settings: Mapping[str, Any] | Gates, data=None, k
     """
     asked = settings_of(Gates, settings)
 
-    def put(path: str, leaves: dict, own: jax.Array) -> dict:
+    def put(path: str, leaves: dict, kernel_key: jax.Array) -> dict:
         kernel = effective_kernel(leaves).astype(np.float32)
         n, k = kernel.shape
         rank = asked.rank or max(1, n * k // (n + k))
@@ -153,6 +151,6 @@ def insert_gates(model: Model, settings: Mapping[str, Any] | Gates, data=None, k
             raise ValueError(f"{path}: rank={rank} of a kernel {n} x {k}")
         u, s, v = jnp.linalg.svd(kernel, full_matrices=False)
         bias = {name: leaf for name, leaf in leaves.items() if name == "bias"}
-        return bias | gates.init(own, u[:, :rank] * s[:rank], v[:rank], asked.start)
+        return bias | gates.init(kernel_key, u[:, :rank] * s[:rank], v[:rank], asked.start)
 
     return inserted(model, asked.targets, put, key, gates.A)

@@ -85,9 +85,9 @@ def state_ridge(fitted: Moments, held: Moments, kernel: np.ndarray) -> Fit:
     """
     errors = {ridge: held.error(explained(fitted, ridge)) for ridge in LAMBDAS}
     best = min(errors, key=errors.__getitem__)
-    whole = fitted + held
-    added = explained(whole, best)
-    shares = {"residual": _share(whole, whole.error(added))}
+    pooled = fitted + held
+    added = explained(pooled, best)
+    shares = {"residual": _share(pooled, pooled.error(added))}
     shares["held_residual"] = _share(held, errors[best])
     return Fit(added, None, {"lambda": best} | shares)
 
@@ -106,20 +106,20 @@ def gram(fitted: Moments, held: Moments, kernel: np.ndarray) -> Fit:
     """Fit gram; see this module. Uses held-out rows for the fit, too."""
     from scipy.linalg import solve
 
-    whole = fitted + held
-    own = whole.states / whole.weight
-    ridge = GRAM * max(float(np.diag(own).mean()), np.finfo(float).tiny)
-    wanted = own @ kernel + whole.crossed / whole.weight
-    added = solve(own + ridge * np.eye(len(own)), wanted, assume_a="pos") - kernel
-    return Fit(added, None, {"residual": _share(whole, whole.error(added))})
+    pooled = fitted + held
+    moment = pooled.states / pooled.weight
+    ridge = GRAM * max(float(np.diag(moment).mean()), np.finfo(float).tiny)
+    wanted = moment @ kernel + pooled.crossed / pooled.weight
+    added = solve(moment + ridge * np.eye(len(moment)), wanted, assume_a="pos") - kernel
+    return Fit(added, None, {"residual": _share(pooled, pooled.error(added))})
 
 
 def bias(fitted: Moments, held: Moments, kernel: np.ndarray) -> Fit:
     """Fit the correction of the output's bias; see this module."""
-    whole = fitted + held
-    mean = whole.missed / whole.weight
-    left = whole.squares / whole.weight - mean @ mean
-    return Fit(0.0, mean, {"residual": _share(whole, max(float(left), 0.0))})
+    pooled = fitted + held
+    mean = pooled.missed / pooled.weight
+    left = pooled.squares / pooled.weight - mean @ mean
+    return Fit(0.0, mean, {"residual": _share(pooled, max(float(left), 0.0))})
 
 
 def _share(moments: Moments, left: float) -> float:

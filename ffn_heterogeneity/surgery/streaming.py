@@ -5,8 +5,6 @@ The result has the same bytes as the model reduced in memory and written by `sav
 Unchanged tensors are copied.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
@@ -71,10 +69,10 @@ class Checkpoint:
 
     def leaves(self, layer: int) -> dict[str, np.ndarray]:
         """{path: leaf} of all rules that involve the layer's FFN."""
-        found = {}
+        leaves = {}
         for rule in self.by_layer[layer]:
-            found |= zip(rule.paths, rule.load([self.read(n) for n in rule.names]), strict=True)
-        return found
+            leaves |= zip(rule.paths, rule.load([self.read(n) for n in rule.names]), strict=True)
+        return leaves
 
     def ffn(self, layer: int) -> dict:
         """The layer's FFN leaves."""

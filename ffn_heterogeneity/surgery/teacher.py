@@ -1,7 +1,5 @@
 """A teacher inside a compressed model: its FFNs from before (MLP Fusion, section IV-D)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -41,15 +39,15 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
     abstract = is_abstract(model.params)
     if abstract:
         config = load_config(asked.model)
-        whole = causal_lm.init(config, jax.random.key(0))
+        uncompressed = causal_lm.init(config, jax.random.key(0))
     else:
-        found = load_model(asked.model)
-        config, whole = found.config, found.params
+        loaded = load_model(asked.model)
+        config, uncompressed = loaded.config, loaded.params
     if config.n_layers != model.config.n_layers:
         depths = f"{config.n_layers} layers, this model {model.config.n_layers}"
         raise ValueError(f"teacher.model={asked.model} has {depths}")
-    taught, layers = unstack(whole)["layers"], unstack(model.params)["layers"]
-    trees = ({**whole, "layers": taught}, {**model.params, "layers": layers})
+    taught, layers = unstack(uncompressed)["layers"], unstack(model.params)["layers"]
+    trees = ({**uncompressed, "layers": taught}, {**model.params, "layers": layers})
     if not abstract and (unlike := _unlike(*trees)):
         raise ValueError(f"teacher.model={asked.model}: its {unlike} is not this model's")
     other = [i for i, (a, b) in enumerate(zip(taught, layers, strict=True)) if not _same(a, b)]
@@ -73,11 +71,11 @@ def _same(one: dict, other: dict) -> bool:
     return not is_abstract([a, b]) and all(np.array_equal(a[path], b[path]) for path in a)
 
 
-def _unlike(whole: dict, model: dict) -> str | None:
+def _unlike(uncompressed: dict, model: dict) -> str | None:
     """Name the first leaf outside FFNs and heads that differs; None if all are equal."""
-    found = flatten(model)
-    for path, leaf in flatten(whole).items():
+    leaves = flatten(model)
+    for path, leaf in flatten(uncompressed).items():
         ours = path.startswith(("layers/", "embed/")) and "/ffn/" not in path
-        if ours and not np.array_equal(leaf, found.get(path)):
+        if ours and not np.array_equal(leaf, leaves.get(path)):
             return path
     return None

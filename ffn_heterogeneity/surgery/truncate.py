@@ -1,7 +1,5 @@
 """Truncation of a model to its first blocks (P-32, Tables 3, 4 and 7)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

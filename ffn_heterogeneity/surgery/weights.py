@@ -4,8 +4,6 @@ The memory layout of the leaves does not matter (files store transposed kernels)
 summed in the same order, so the same neurons are chosen.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 
@@ -42,8 +40,8 @@ class Outgoing:
 
     def blocks(self, elements: int = CACHED) -> Iterator[tuple[slice, np.ndarray]]:
         """(slice, rows) over all neurons."""
-        for part in blocks(self.kernel.shape, elements):
-            yield part, self.rows(part)
+        for block in blocks(self.kernel.shape, elements):
+            yield block, self.rows(block)
 
 
 def outgoing(ffn: dict) -> Outgoing:
@@ -85,12 +83,12 @@ def incoming(ffn: dict) -> tuple[np.ndarray, int]:
                 raise ValueError(f"ffn/{name}/bias holds NaN or infinity: check the checkpoint")
         if name == "gate":
             gate = sum(map(len, parts))
-    dtype = np.float64 if any(part.dtype == np.float64 for part in parts) else np.float32
+    dtype = np.float64 if any(leaf.dtype == np.float64 for leaf in parts) else np.float32
     vectors = np.empty((parts[0].shape[1], sum(map(len, parts))), dtype)
     start = 0
-    for part in parts:
-        copy_tiles(vectors[:, start : start + len(part)], part.T)
-        start += len(part)
+    for leaf in parts:
+        copy_tiles(vectors[:, start : start + len(leaf)], leaf.T)
+        start += len(leaf)
     _at_most_one(vectors)
     return vectors, gate
 
@@ -117,9 +115,9 @@ def blocks(shape: tuple[int, ...], elements: int) -> list[slice]:
 def power_of_two(kernel: np.ndarray) -> int:
     """The least e such that no entry is larger than 2^e; 0 where all are 0."""
     largest = 0.0
-    for part in blocks(kernel.shape, CACHED):
-        found = np.abs(kernel[part]).max()
-        largest = max(largest, float(found))
+    for block in blocks(kernel.shape, CACHED):
+        peak = np.abs(kernel[block]).max()
+        largest = max(largest, float(peak))
     return int(np.frexp(largest)[1])
 
 
@@ -127,5 +125,5 @@ def _at_most_one(vectors: np.ndarray) -> None:
     exponent = power_of_two(vectors)
     if exponent == 0:
         return
-    for part in blocks(vectors.shape, CACHED):
-        np.ldexp(vectors[part], -exponent, out=vectors[part])
+    for block in blocks(vectors.shape, CACHED):
+        np.ldexp(vectors[block], -exponent, out=vectors[block])

@@ -1,7 +1,5 @@
 """The parts of a plan (train/plan.py): objective, loss, refreshes, options, trainable leaves."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -66,15 +64,15 @@ def made_whole(layers: Sequence[Slot], terms: Sequence[LossTerm]) -> list[str]:
     readers: dict[tuple[str, ...], list[str]] = {}
     for slot in layers:
         for name, leaves in nodes(slot.tree, is_linear):
-            beside = kernel_readers(leaves)
-            if beside is None:
+            reader_names = kernel_readers(leaves)
+            if reader_names is None:
                 continue
             paths = [f"{slot.path}/{name}/{leaf}" for leaf in leaves if leaf != "bias"]
             for term in terms:
                 # Terms that read the effective kernel name all of its leaves; others single leaves.
-                if any(all(re.search(own, path) for path in paths) for own in term.targets):
-                    beside.append(term.name)
-            readers.setdefault(tuple(beside), []).append(f"{slot.path}/{name}")
+                if any(all(re.search(target, path) for path in paths) for target in term.targets):
+                    reader_names.append(term.name)
+            readers.setdefault(tuple(reader_names), []).append(f"{slot.path}/{name}")
     return [f"{some(paths)} whole for {', '.join(why)}" for why, paths in readers.items() if why]
 
 
@@ -103,7 +101,7 @@ def what_trains(
             raise ValueError(f"train_only={TAUGHT!r}: no block has a teacher (config.prepare)")
         layers = "|".join(str(layer) for slot in taught for layer in slot.layers)
         pattern = rf"^layers/({layers})/ffn/(gate|up|down)/"
-        train_only = [pattern if own == TAUGHT else own for own in train_only]
+        train_only = [pattern if regex == TAUGHT else regex for regex in train_only]
     return partition.trainable_mask(leaves, freeze, train_only, by_layer)
 
 
@@ -117,8 +115,8 @@ def make_refresh(groups: Mapping[str, Mapping[str, Any]]) -> Callable[..., Any] 
 
     def refresh(params, step, key, hyper, train):
         for i, function in enumerate(functions):
-            own = None if key is None else jax.random.fold_in(key, i)
-            params = function(params, step, own, hyper, train)
+            subkey = None if key is None else jax.random.fold_in(key, i)
+            params = function(params, step, subkey, hyper, train)
         return params
 
     return refresh if functions else None

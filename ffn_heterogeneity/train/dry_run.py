@@ -6,8 +6,6 @@ communication at the links' bandwidth. If there is a compiler for the devices, t
 compiled for them, and its memory and collectives are the compiler's numbers.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -16,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from etils import epath
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.models.config import ModelConfig
@@ -60,7 +58,7 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
             "bytes_per_device": held,
             "collectives": [list(row) for row in hlo.summary(moved)],
         }
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "model": config.model or "new",
         "devices": target.name,
         "device_count": target.count,
@@ -75,12 +73,12 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
         "tokens_per_step": built.tokens,
         "flops_per_step": step_flops(built),
     }
-    found |= roofline(built, target, found, config.loop.steps)
-    found["verdict"] = _verdict(built, target, found)
-    write_json(epath.Path(workdir) / "plan.json", found)
-    print(describe(found, target))
+    report |= roofline(built, target, report, config.loop.steps)
+    report["verdict"] = _verdict(built, target, report)
+    write_json(epath.Path(workdir) / "plan.json", report)
+    print(describe(report, target))
     print(f"plan: {workdir}/plan.json", file=sys.stderr)
-    return found
+    return report
 
 
 def _trained(built: Plan) -> int:
@@ -91,8 +89,7 @@ def _trained(built: Plan) -> int:
 def _mesh(sizes: Mapping[str, int], target: Target) -> Mesh | AbstractMesh:
     if target.devices is not None:
         return partition.make_mesh(**sizes, devices=target.devices)
-    shape = partition.mesh_sizes(**sizes, count=target.count)
-    return AbstractMesh(shape, partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return partition.abstract_mesh(*partition.mesh_sizes(**sizes, count=target.count))
 
 
 def step_flops(built: Plan) -> dict[str, float]:

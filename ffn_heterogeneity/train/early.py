@@ -1,7 +1,5 @@
 """Cheap checks before a model is loaded: packages, a login, paths of data."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Iterator, Mapping

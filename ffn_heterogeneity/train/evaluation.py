@@ -1,7 +1,5 @@
 """Validation metrics of a tree of parameters, exact over all examples of the held-out sets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,8 +67,8 @@ def _cut(batches: Iterator[Batch], parts: int) -> Iterator[Batch]:
     """Split batches, including rows of padding: all pieces have one shape, so one compilation."""
     for batch in batches:
         rows = len(next(iter(batch.values()))) // parts
-        for part in range(parts):
-            yield {name: leaf[part * rows : (part + 1) * rows] for name, leaf in batch.items()}
+        for index in range(parts):
+            yield {name: leaf[index * rows : (index + 1) * rows] for name, leaf in batch.items()}
 
 
 def make_evaluator(
@@ -120,8 +118,8 @@ def make_evaluator(
         if params_metrics is not None:
             measured |= jax.device_get(params_metrics(params))
         if metrics is not None:
-            whole = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-            measured |= metrics(whole)
+            predictions = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+            measured |= metrics(predictions)
         if decode is not None:
             measured |= decode(params, batches())
         return {prefix + name: value for name, value in measured.items()}

@@ -3,8 +3,6 @@
 Bytes of the state are exact, from shapes and shardings; those of the step are the compiler's.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

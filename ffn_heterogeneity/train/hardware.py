@@ -1,7 +1,5 @@
 """Peak rates of devices: from data sheets by name, or measured on this machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math
@@ -118,8 +116,8 @@ def _topology(text: str) -> list[Any]:
     # The two cores of a v4 are one device in runs; libtpu lists them separately by default.
     form = {"chip_config_name": "megacore"} if text.startswith("v4:") else {}
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=text, **form)
-        return list(found.devices)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=text, **form)
+        return list(topology.devices)
     except Exception as error:  # jaxlib's error type
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"dry_run={text!r}: libtpu rejects it ({line[:200]})") from None

@@ -1,7 +1,5 @@
 """Bytes that a compiled program moves between devices, read from its HLO text."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable
@@ -36,7 +34,7 @@ def collectives(text: str) -> list[Collective]:
     TPU programs contain several forms of one operation on the same channel; one is kept. The parts
     of a product that is split into a ring of permutes are separate operations.
     """
-    found, channels = [], set()
+    operations, channels = [], set()
     looped = _loop_computations(text)
     computation = ""
     for line in text.splitlines():
@@ -53,7 +51,7 @@ def collectives(text: str) -> list[Collective]:
         arrays = [(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(match[1])]
         source = re.search(r'op_name="([^"]*)"', line)
         source = source[1] if source else ""
-        found.append(
+        operations.append(
             Collective(
                 match[2],
                 tuple(shape for _, shape in arrays),
@@ -62,13 +60,13 @@ def collectives(text: str) -> list[Collective]:
                 source,
             )
         )
-    return found
+    return operations
 
 
-def summary(found: Iterable[Collective]) -> list[tuple[str, str, int, int]]:
+def summary(operations: Iterable[Collective]) -> list[tuple[str, str, int, int]]:
     """Rows of (kind, "in a loop" or "once", count, bytes of results on one device), by kind."""
     rows: dict[tuple[str, str], tuple[int, int]] = {}
-    for each in found:
+    for each in operations:
         key = each.kind, "in a loop" if each.inside else "once"
         count, size = rows.get(key, (0, 0))
         rows[key] = count + 1, size + each.bytes

@@ -1,7 +1,5 @@
 """Hooks between the steps of a run: measurements, the best value, throughput, signals."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import math

@@ -1,7 +1,5 @@
 """The objective of labels and numbers: one answer per row, pooled over depth (P-32)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,17 +32,17 @@ def labels(config: ObjectiveSettings, model: ModelConfig) -> Objective:
     Raises:
       ValueError: invalid settings (or DataError).
     """
-    own, settings = config.own, settings_of(LabelSettings, config.data)
-    task = task_of(settings, own)
+    options, settings = config.own, settings_of(LabelSettings, config.data)
+    task = task_of(settings, options)
     usual = ENCODER_LENGTHS if model.is_encoder else DECODER_LENGTHS
-    lengths = tuple(own.get("lengths") or usual)
-    whole = all(type(length) is int and length >= 4 for length in lengths)
-    if not whole or not 0 < len(lengths) <= MOST_LENGTHS:
+    lengths = tuple(options.get("lengths") or usual)
+    valid = all(type(length) is int and length >= 4 for length in lengths)
+    if not valid or not 0 < len(lengths) <= MOST_LENGTHS:
         raise ValueError(f"lengths={lengths}: give one to {MOST_LENGTHS} integers from 4, or ()")
     if max(lengths) > model.max_position:
         raise ValueError(f"lengths={lengths}: the model has {model.max_position} positions")
-    together = check_together(own.get("together", 1), config, lengths, model)
-    pooling, final_norm = own.get("pooling", "last"), own.get("final_norm", "pooled")
+    together = check_together(options.get("together", 1), config, lengths, model)
+    pooling, final_norm = options.get("pooling", "last"), options.get("final_norm", "pooled")
     head = heads.Classification(
         pooling=pooling,
         final_norm=final_norm,
@@ -55,7 +53,7 @@ def labels(config: ObjectiveSettings, model: ModelConfig) -> Objective:
         max_length=max(lengths),
     )
     rows, number = ("B", "T"), np.int32
-    rate = own.get("lambda_rate")
+    rate = options.get("lambda_rate")
     return Objective(
         name="labels",
         batch={
@@ -78,9 +76,9 @@ def labels(config: ObjectiveSettings, model: ModelConfig) -> Objective:
     )
 
 
-def task_of(settings: LabelSettings, own: Mapping[str, Any]) -> LabelTask:
+def task_of(settings: LabelSettings, options: Mapping[str, Any]) -> LabelTask:
     """The task; labels of a user's task are taken from the training file."""
-    fields, names = (_words(own.get(key) or "") for key in ("fields", "labels"))
+    fields, names = (_words(options.get(key) or "") for key in ("fields", "labels"))
     if settings.task == "labels" and not names:
         if not settings.path:
             raise DataError("task 'labels' needs --config.data.path=<file>")
@@ -173,9 +171,9 @@ def _sets(
     elif not settings.path:
         sets = {name: read("", split) for name, split in task.validation.items()}
     elif settings.validation_fraction:
-        kept, out = labelled.held_out_part(len(train), settings.validation_fraction)
+        train_rows, out = labelled.held_out_part(len(train), settings.validation_fraction)
         sets = {"validation": labelled.chosen_rows(train, out)}
-        train = labelled.chosen_rows(train, kept)
+        train = labelled.chosen_rows(train, train_rows)
     return train, sets
 
 
@@ -208,4 +206,4 @@ def _first_set(task: LabelTask, settings: LabelSettings) -> str:
 def _words(text: Any) -> tuple[str, ...]:
     """Words of "a,b" or of a tuple."""
     parts = text.split(",") if isinstance(text, str) else text
-    return tuple(str(part).strip() for part in parts if str(part).strip())
+    return tuple(str(word).strip() for word in parts if str(word).strip())

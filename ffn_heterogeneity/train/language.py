@@ -1,7 +1,5 @@
 """Language modeling, the default objective: predict the next token at every position."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Mapping, Sequence
@@ -73,12 +71,12 @@ def _data(config: ObjectiveSettings, vocab_size: int, tokenizer: Any, rows: Sequ
     batches = pipeline.train_iterator()
 
     def says(results: Mapping[str, Any]) -> dict[str, Any]:
-        told = _perplexities(config, pipeline, results)
+        summary = _perplexities(config, pipeline, results)
         if hasattr(batches, "shares"):
-            told["shares"] = batches.shares
+            summary["shares"] = batches.shares
             shares = [f"{share:.1%} of rows from {name}" for name, share in batches.shares.items()]
             say(", ".join(shares))
-        return told
+        return summary
 
     def held_out() -> Any:
         return pipeline.validation_iterator(config.max_batches)
@@ -97,10 +95,10 @@ def _perplexities(
     nll = {row["step"]: row["validation/nll"] for row in history if "validation/nll" in row}
     if not {0, step} <= nll.keys():
         return {}
-    whole = copy.copy(pipeline)
-    whole.rows = np.arange(pipeline.batch_size)
+    full_pipeline = copy.copy(pipeline)
+    full_pipeline.rows = np.arange(pipeline.batch_size)
     windows = tokens = 0
-    for batch in whole.validation_iterator(config.max_batches):
+    for batch in full_pipeline.validation_iterator(config.max_batches):
         windows += int(batch["loss_mask"].any(1).sum())
         tokens += int(batch["loss_mask"].sum())
     data = config.data

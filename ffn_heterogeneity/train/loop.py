@@ -1,7 +1,5 @@
 """The training loop: steps, evaluation, checkpoints, resuming, and a clean end in every case."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -257,9 +255,9 @@ class TrainLoop:
 
     def _place(self, batch: dict[str, np.ndarray], hyper: Mapping[str, float]) -> tuple:
         """Place both on the devices; the batch includes this process's stop flag."""
-        _, rows, whole = self.program.shardings
+        _, rows, replicated = self.program.shardings
         parts = cut(batch, self.config.accumulation, self.stopping.wanted is not None)
-        return place_batch(parts, rows), place_scalars(hyper, whole)
+        return place_batch(parts, rows), place_scalars(hyper, replicated)
 
     def _drain(self) -> None:
         previous, self._pending = self._pending, None

@@ -1,7 +1,5 @@
 """Host memory that this process can still use."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -18,11 +16,11 @@ def memory_for_this_process() -> float:
     Raises:
       ValueError: FFNH_MEMORY_GIB is not a positive number.
     """
-    if told := os.environ.get("FFNH_MEMORY_GIB"):
+    if setting := os.environ.get("FFNH_MEMORY_GIB"):
         with contextlib.suppress(ValueError):
-            if (gib := float(told)) > 0:
+            if (gib := float(setting)) > 0:
                 return gib * 2**30
-        raise ValueError(f"FFNH_MEMORY_GIB={told!r}: expected a number of GiB, e.g. 24")
+        raise ValueError(f"FFNH_MEMORY_GIB={setting!r}: expected a number of GiB, e.g. 24")
     try:
         free = _kilobytes("/proc/meminfo", "MemAvailable")
         return min(free, *_left_in_groups(), math.inf) + _kilobytes("/proc/self/status", "RssAnon")
@@ -40,10 +38,10 @@ def _left_in_groups() -> Iterator[int]:
     names = {"": ("max", "current", ""), "memory": ("limit_in_bytes", "usage_in_bytes", "total_")}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, kind, path = line.split(":", 2)
-        own = Path("/sys/fs/cgroup", kind, path.lstrip("/"))
+        group = Path("/sys/fs/cgroup", kind, path.lstrip("/"))
         # From the process's group up to the root (in a container they may be the same).
         depth = 1 + path.rstrip("/").count("/") if kind in names else 0
-        for folder in (own, *own.parents)[:depth]:
+        for folder in (group, *group.parents)[:depth]:
             limit, used, total = names[kind]
             with contextlib.suppress(OSError, LookupError, ValueError):  # "max": no limit
                 left = int((folder / f"memory.{limit}").read_text())

@@ -4,8 +4,6 @@
 parameters. The learning rate is an array, so schedules and sweeps never recompile.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -117,7 +115,11 @@ def make_optimizer(
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=decays))
     factors = dict.fromkeys(paths, 1.0)
     if config.rates:
-        names = {path: own for path, own in layer_names(params).items() if trainable_mask[path]}
+        names = {
+            path: leaf_names
+            for path, leaf_names in layer_names(params).items()
+            if trainable_mask[path]
+        }
         factors = partition.match_rules(config.rates, names, 1.0)
     parts.append(_scale_by_rate(factors))
     return optax.with_extra_args_support(optax.chain(*parts))

@@ -113,8 +113,8 @@ class Evaluation:
 
     def open_data(self, tokenizer: Any) -> Data:
         """Open the run's data; this process reads the rows of its devices."""
-        own = local_rows(self.rows, self.batch_size, self.accumulation)
-        return self.objective.data(tokenizer, own)
+        rows = local_rows(self.rows, self.batch_size, self.accumulation)
+        return self.objective.data(tokenizer, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +153,9 @@ class Plan(Evaluation):
         if (remat, accumulation) == (self.options.remat, self.accumulation):
             return self
         options = dataclasses.replace(self.options, remat=remat)
-        forward, whole = make_forward(self.objective, self.model, options), self.shardings[2]
+        forward, replicated = make_forward(self.objective, self.model, options), self.shardings[2]
         predictions = self.objective.predictions
-        evaluated = make_eval_step(forward, self.evaluated_terms, whole, predictions)
+        evaluated = make_eval_step(forward, self.evaluated_terms, replicated, predictions)
         made = dataclasses.replace(
             self,
             options=options,
@@ -182,11 +182,11 @@ class Plan(Evaluation):
         """Name the leaf or config that differs in a loaded model; "" if none does."""
         if model.config != self.model:
             return "the model's config"
-        planned, found = (
+        planned, loaded = (
             {path: (leaf.shape, leaf.dtype) for path, leaf in flatten(params).items()}
             for params in (self.params, model.params)
         )
-        unlike = (path for path in {*planned, *found} if planned.get(path) != found.get(path))
+        unlike = (path for path in {*planned, *loaded} if planned.get(path) != loaded.get(path))
         return min(unlike, default="")
 
 
@@ -211,11 +211,11 @@ def plan(
     mesh, assumed = mesh or partition.make_mesh(**config.mesh), ()
     if model is None:
         start = config.source
-        found, assumed = found_shapes(start)
-        found = dataclasses.replace(found, tokenizer=None)
-        found = jax.eval_shape(functools.partial(prepared, start), found)
-        head = objective_of(config.task, found.config).head
-        model = jax.eval_shape(functools.partial(headed, start, head), found)
+        abstract_model, assumed = found_shapes(start)
+        abstract_model = dataclasses.replace(abstract_model, tokenizer=None)
+        abstract_model = jax.eval_shape(functools.partial(prepared, start), abstract_model)
+        head = objective_of(config.task, abstract_model.config).head
+        model = jax.eval_shape(functools.partial(headed, start, head), abstract_model)
     objective = objective_of(config.task, model.config)
     optimizer, hyper = config.optimizer_with(objective.rates), config.hyper(objective.terms)
     key = static_key(config.static, optimizer, model, mesh)
@@ -253,7 +253,7 @@ def plan_evaluation(
         config.compute_dtype, config.remat, config.unroll, mesh, packed, config.adapter_dropout
     )
     refresh = make_refresh(config.refresh)
-    forward, whole = make_forward(objective, model.config, options), partition.replicated(mesh)
+    forward, replicated = make_forward(objective, model.config, options), partition.replicated(mesh)
 
     def settled(params, step, hyper):
         return params if refresh is None else refresh(params, step, None, hyper, False)
@@ -270,8 +270,8 @@ def plan_evaluation(
         options=options,
         refresh=refresh,
         forward=forward,
-        eval_step=make_eval_step(forward, evaluated, whole, objective.predictions),
-        params_metrics=make_params_metrics(evaluated, whole),
+        eval_step=make_eval_step(forward, evaluated, replicated, objective.predictions),
+        params_metrics=make_params_metrics(evaluated, replicated),
         settled=settled,
     )
 
@@ -283,7 +283,7 @@ def _build(
     hyper: Callable[[int], dict[str, float]],
 ) -> Plan:
     params, mesh = seen.params, seen.mesh
-    whole = made_whole(slots(params), seen.terms)
+    materialized = made_whole(slots(params), seen.terms)
     mask = what_trains(params, seen.leaves, config.freeze, config.train_only)
     settled = jax.eval_shape(seen.settled, params, 0, hyper(0))
     mask, unread = _frozen_where_unread(seen, settled, mask)
@@ -304,7 +304,7 @@ def _build(
         hyper=hyper,
         trainable=mask,
         unread=unread,
-        whole=whole,
+        whole=materialized,
         dropout=config.dropout > 0 or (config.adapter_dropout > 0 and "adapters"),
         optimizer=optimizer,
         train_step=None,
@@ -335,9 +335,9 @@ def _frozen_where_unread(
         return values, outputs.get("predictions"), on_params
 
     unread = unused_leaves(seen.model, settled, computed, batch)
-    own = set(unread) and set(unused_leaves(seen.model, settled))
-    kept = f"{ROOT}/"  # another task's head
+    unused = set(unread) and set(unused_leaves(seen.model, settled))
+    prefix = f"{ROOT}/"  # another task's head
     refuse_unused(
-        seen.model, [path for path in unread if path in own and not path.startswith(kept)]
+        seen.model, [path for path in unread if path in unused and not path.startswith(prefix)]
     )
     return mask | dict.fromkeys(unread, False), tuple(path for path in unread if mask[path])

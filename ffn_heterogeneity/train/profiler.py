@@ -1,7 +1,5 @@
 """Traces of chosen steps, for TensorBoard or Perfetto."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from typing import Any

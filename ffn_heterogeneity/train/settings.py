@@ -3,8 +3,6 @@
 All other code uses this config, so that a key has one meaning and is read in one place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -145,8 +143,8 @@ class TrainConfig:
     def optimizer_with(self, rates: Sequence[tuple[str, float]]) -> OptimizerConfig:
         """The optimizer with the leaves' peak learning rates, as factors of the run's."""
         peak = self.schedule["learning_rate"]
-        own = tuple((pattern, rate / peak) for pattern, rate in rates if peak)
-        return dataclasses.replace(self.optimizer, rates=(*own, *self.optimizer.rates))
+        factors = tuple((pattern, rate / peak) for pattern, rate in rates if peak)
+        return dataclasses.replace(self.optimizer, rates=(*factors, *self.optimizer.rates))
 
     @property
     def source(self) -> Start:
@@ -176,7 +174,7 @@ class TrainConfig:
         }
 
         def hyper(step: int) -> dict[str, float]:
-            changing = {name: own(step) for name, own in rates.items()}
+            changing = {name: rate_at(step) for name, rate_at in rates.items()}
             return {"learning_rate": rate(step), **constant, **changing}
 
         return hyper
@@ -227,7 +225,7 @@ def read(config: ConfigDict) -> TrainConfig:
     prepare, refresh = values.pop("prepare", ()), values.pop("refresh", ())
     groups = {name: values.pop(name, {}) for name in {*prepare, *refresh}}
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    own = {key: values.pop(key) for key in sorted(set(values) - known)}
+    options = {key: values.pop(key) for key in sorted(set(values) - known)}
     return TrainConfig(
         **values,
         prepare={name: groups[name] for name in prepare},
@@ -238,7 +236,7 @@ def read(config: ConfigDict) -> TrainConfig:
         max_batches=evaluation["max_batches"] or None,
         best_metric=evaluation["best_metric"],
         loop=loop,
-        own=own,
+        own=options,
     )
 
 

@@ -1,7 +1,5 @@
 """State shared by several runs of one process: the loaded model and the planned programs."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Also as shapes only, so that a run is planned before weights are read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping
@@ -63,8 +61,8 @@ def found_shapes(source: Start) -> tuple[Model, tuple[str, ...]]:
         model = _new_shape(source)
         return dataclasses.replace(model, params=causal_lm.abstract_params(model.config)), ()
     model, assumed = load_shapes(source.model, revision=source.revision)
-    told = (SURGERIES[name].assumed(settings) for name, settings in source.prepare.items())
-    return model, tuple(text for text in (assumed, *told) if text)
+    assumptions = (SURGERIES[name].assumed(settings) for name, settings in source.prepare.items())
+    return model, tuple(text for text in (assumed, *assumptions) if text)
 
 
 def _new_shape(source: Start) -> Model:

@@ -1,7 +1,5 @@
 """The state of a training step, and the split into trainable and frozen leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -134,23 +132,23 @@ def state_shardings(mesh: Mesh, state: TrainState, leaves: Mapping[str, Leaf]) -
     """
     params = partition.shardings(mesh, state.params, leaves)
     by_path, shapes = flatten(params), {p: x.shape for p, x in flatten(state.params).items()}
-    whole = partition.replicated(mesh)
+    replicated = partition.replicated(mesh)
 
     def of_opt_leaf(key_path, leaf):
         names = [getattr(key, "key", getattr(key, "name", None)) for key in key_path]
         path = next((name for name in names if name in by_path), None)
         if path is None:
-            return whole
+            return replicated
         if shapes[path] == leaf.shape:
             return by_path[path]
         axis = _reduced_axis(path, shapes[path], leaf.shape, last="v_row" in names)
         if axis is None:
-            return whole
+            return replicated
         spec = [*by_path[path].spec, *([None] * len(shapes[path]))][: len(shapes[path])]
         return NamedSharding(mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
 
     opt_state = jax.tree_util.tree_map_with_path(of_opt_leaf, state.opt_state)
-    return TrainState(step=whole, params=params, opt_state=opt_state, key=whole)
+    return TrainState(step=replicated, params=params, opt_state=opt_state, key=replicated)
 
 
 def _reduced_axis(path: str, shape: tuple, reduced: tuple, last: bool) -> int | None:

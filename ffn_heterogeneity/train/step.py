@@ -1,7 +1,5 @@
 """One optimizer step as one compiled function that donates its state: `train_step`."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +30,11 @@ def check_terms(terms: Sequence[LossTerm], trainable: Mapping[str, bool]) -> Non
     check_names(terms)
     for term in terms:
         for pattern in term.targets if term.on == "params" else ():
-            found = [path for path in trainable if re.search(pattern, path)]
-            if not any(trainable[path] for path in found):
+            matches = [path for path in trainable if re.search(pattern, path)]
+            if not any(trainable[path] for path in matches):
                 why = (
-                    f"all {len(found)} leaves it matches are frozen (first: {found[0]!r})"
-                    if found
+                    f"all {len(matches)} leaves it matches are frozen (first: {matches[0]!r})"
+                    if matches
                     else "it matches no leaf of the model"
                 )
                 raise ValueError(
@@ -143,8 +141,8 @@ def make_train_step(
 
     placed = {}
     if shardings is not None:
-        state_s, batch_s, whole = shardings
-        placed = {"in_shardings": (state_s, batch_s, whole), "out_shardings": (state_s, whole)}
+        state_s, batch_s, repl_s = shardings
+        placed = {"in_shardings": (state_s, batch_s, repl_s), "out_shardings": (state_s, repl_s)}
     return jax.jit(train_step, donate_argnums=(0,) if donate else (), **placed)
 
 
@@ -162,9 +160,9 @@ def update_leaves(
 
     If the loss or a gradient is not finite, both are unchanged, and "update_norm" is NaN.
     """
-    split: dict[str, Any] = {p: own for p, own in trainable.items() if isinstance(own, tuple)}
+    split: dict[str, Any] = {p: mask for p, mask in trainable.items() if isinstance(mask, tuple)}
     grads = grads | {
-        path: jnp.where(by_layer(own, grads[path]), grads[path], 0) for path, own in split.items()
+        path: jnp.where(by_layer(mask, grads[path]), grads[path], 0) for path, mask in split.items()
     }
     gradient_finite = jnp.stack([jnp.isfinite(jnp.sum(grads[p] ** 2)) for p in sorted(grads)])
     finite, norm = jnp.isfinite(loss) & jnp.all(gradient_finite), optax.global_norm(grads)
@@ -175,8 +173,8 @@ def update_leaves(
         moves, opt_state = optimizer.update(grads, opt_state, train, **known)
         new = {path: leaf + moves[path] for path, leaf in train.items()}
         new |= {
-            path: jnp.where(by_layer(own, train[path]), new[path], train[path])
-            for path, own in split.items()
+            path: jnp.where(by_layer(mask, train[path]), new[path], train[path])
+            for path, mask in split.items()
         }
         # The norm of the parameters' change: that of the updates would need them in memory.
         moved = {path: leaf - train[path] for path, leaf in new.items()}
@@ -244,8 +242,8 @@ class _StepLoss:
         def loss(train):
             values, total = self._values(train, micro, index), 0.0
             for name, value in values.items():
-                whole = value.denominator if denominators is None else denominators[name]
-                share = value.total * jax.lax.stop_gradient(_reciprocal(whole))
+                denominator = value.denominator if denominators is None else denominators[name]
+                share = value.total * jax.lax.stop_gradient(_reciprocal(denominator))
                 total = total + self.weights[name] * share
             return total, values
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.windows import text_windows
+from ffn_heterogeneity.data.windows import text_windows, window_documents
 
 
 @pytest.mark.parametrize("bos", ["segment", "stream", "none"])
@@ -41,6 +41,7 @@ def test_max_windows_and_no_special_tokens(characters):
         ("", 4, {}, "the text is empty"),
         ("abc", 0, {}, "window=0"),
         ("abc", 1, {"max_windows": -1}, "max_windows=-1"),
+        ("abc", 1, {"every": 0}, "window_every=0"),
         ("abc", 1, {"bos": "first"}, "bos='first': choose one of"),
     ],
 )
@@ -53,3 +54,26 @@ def test_bos_asked_of_a_tokenizer_without(characters):
     for bos in ("segment", "stream"):
         with pytest.raises(DataError, match="no bos token"):
             text_windows("abc", characters(bos=None), 1, bos=bos)
+
+
+HEADING = r"^ = [^=].*[^=] = $"
+
+
+def test_every_25th_window_and_its_article(shared_data, bpe):
+    text = (shared_data / "wikitext2" / "test.raw.txt").read_bytes().decode()[:400_000]
+    rows = text_windows(text, bpe, 64)
+    spread = text_windows(text, bpe, 64, every=25)
+    np.testing.assert_array_equal(spread, rows[::25])
+    np.testing.assert_array_equal(text_windows(text, bpe, 64, 3, every=25), rows[:75:25])
+    articles = window_documents(text, bpe, HEADING, 64, len(spread), 25)
+    ids = bpe.encode(text, add_special_tokens=False)
+    for i, article in enumerate(articles):  # counted again without offsets
+        before = bpe.decode(ids[: i * 25 * 64 + 33]).split("\n")
+        assert article == sum(line.startswith(" = ") and line[3:4] not in "=" for line in before)
+    assert articles[0] == 1 and articles[-1] > 10
+
+
+@pytest.mark.parametrize("heading, message", [("(", "no regular expr"), ("^XX", "matches no line")])
+def test_bad_headings(bpe, heading, message):
+    with pytest.raises(DataError, match=message):
+        window_documents("a text", bpe, heading, 2, 1)

@@ -1,5 +1,7 @@
 """Tangent kernels and output errors of one block, against other implementations."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,13 @@ from tiny_runs import refused, write_rows
 from ffn_heterogeneity.data.labelled import Encoded, Form, encode_texts
 from ffn_heterogeneity.evaluate import ntk
 from ffn_heterogeneity.evaluate import run as evaluation
-from ffn_heterogeneity.evaluate.compressions import BIAS, errors_of, with_random_head
+from ffn_heterogeneity.evaluate.compressions import (
+    BIAS,
+    RANDOM,
+    RANDOM_BIAS,
+    errors_of,
+    with_random_head,
+)
 from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.rows import read_rows
@@ -131,6 +139,10 @@ def test_errors_are_norms_of_differences():
         assert found[name] == pytest.approx(sum(apart) / 3)
     square = ((whole["adam"] - other["adam"]) ** 2).sum()
     assert found["ntk_error"] == pytest.approx(square**0.5)
+    one, two = (math.sqrt(math.fsum(x * x for x in k["adam"].ravel())) for k in (whole, other))
+    assert found["ntk_norm_ratio"] == pytest.approx(two / one)
+    products = (x * y for x, y in zip(whole["adam"].ravel(), other["adam"].ravel(), strict=True))
+    assert found["ntk_cosine"] == pytest.approx(math.fsum(products) / (one * two))
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +163,15 @@ def test_the_analysis(reader, tmp_path):
     results = analysed(reader, tmp_path / "w", max_rows=4, steps=2, against=(reader["model"],))
     assert results["rows"] == 4 and results["layer"] == LAYER + 1
     errors = results["errors"]
-    assert set(errors) == {*HEAD.methods, "reader", BIAS}
+    assert set(errors) == {*HEAD.methods, "reader", BIAS, RANDOM, RANDOM_BIAS}
+    assert errors["reader"]["ntk_cosine"] == pytest.approx(1)
+    assert errors["reader"]["ntk_norm_ratio"] == pytest.approx(1)
+    # Nothing comes out of either block, so both lack the same outputs; a quarter of the neurons
+    # has a smaller kernel than all of them.
+    both = [errors[name] for name in (BIAS, RANDOM_BIAS)]
+    assert both[0]["output_error"] == pytest.approx(both[1]["output_error"], rel=1e-6)
+    assert both[1]["ntk_norm_ratio"] < both[0]["ntk_norm_ratio"] < 1
+    assert errors["fusion"]["largest_cluster"] >= 1 and "largest_cluster" not in errors["svd"]
     assert errors["reader"]["ntk_error"] == errors["reader"]["output_error"] == 0
     for name in ("output_error", "block_error"):  # the same function before any training
         assert errors["merged"][name] == pytest.approx(errors["fusion"][name], rel=1e-4)

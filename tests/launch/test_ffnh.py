@@ -116,7 +116,7 @@ def test_a_config_of_ones_own_beside_them(wheel, tmp_path):
     (tmp_path / "configs" / "mine.py").write_text(
         "from configs.parts import adapters\nfrom ml_collections import ConfigDict\n"
         "def get_config():\n    return ConfigDict({'surgery': 'lora', 'model': 'tiny', 'seed': 0,\n"
-        "        'revision': None, 'export': 'auto', 'dtype': 'as_read', **adapters.lora()})\n"
+        "        'revision': None, 'export': 'auto', 'dtype': 'as_read', **adapters.LORA})\n"
     )
     run = ("--config.ratio=0.5", "--config.model=tiny", "--workdir=pruned")
     code, _, error = ffnh(wheel, tmp_path, "compress", "--config=prune", *run)

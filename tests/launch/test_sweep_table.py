@@ -23,6 +23,7 @@ from ffn_heterogeneity.evaluate.perplexity import window_nll
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import compress, in_memory, slurm
+from ffn_heterogeneity.launch.compress import REMOVED
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train import shared
@@ -68,6 +69,9 @@ def test_every_pair_is_one_load_and_one_program(pairs):
     widths = {name: one["ffn_widths_after"] for name, one in found.items()}
     assert widths["layers_1_2"] == [24, 18, 18, 24] and widths["unpruned"] == [24] * 4
     assert not list(workdir.rglob("*.safetensors")) and "removed" not in found["unpruned"]
+    lists = {path.parent.name: json.loads(path.read_text()) for path in workdir.rglob(REMOVED)}
+    assert [len(neurons) for neurons in lists["layers_1_2"]] == [0, 6, 6, 0]
+    assert set(lists) == set(found) - {"unpruned"}
 
 
 def test_a_point_at_which_another_process_works_is_left_to_it(files, tmp_path):

@@ -5,6 +5,7 @@ Tiny models have random weights (norms too); files are in test_encoder_files.py.
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from ffn_heterogeneity.models.config import (
     config_from_dict,
     config_to_dict,
 )
-from ffn_heterogeneity.models.families import family_by_name
+from ffn_heterogeneity.models.families import family_by_name, preset
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.probes.base import Probe
@@ -292,11 +293,16 @@ def test_configs_that_are_no_encoder(changes, words):
 
 
 def test_config_sections_round_trip_and_old_ones_are_read():
-    assert config_from_dict(config_to_dict(BERT)) == BERT
+    for name in ("pythia_70m", "olmo_7b_0424", "qwen2_5_7b", "qwen3_8b", "bert_base_uncased"):
+        config, _ = preset(name)
+        assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
     new = {"positions", "first_position", "token_types", "embedding_norm", "pooler", "lm_head"}
-    new |= {"attention_dropout", "causal", "norm_placement"}
+    new |= {"attention_dropout", "causal", "norm_placement", "norm_kind", "qkv_clip"}
+    new |= {"parallel_residual"}
     old = {k: v for k, v in config_to_dict(LLAMA).items() if k not in new}
     old["layers"] = [{k: v for k, v in x.items() if k not in new} for x in old["layers"]]
+    for layer in old["layers"]:
+        layer["rope"] = {k: v for k, v in layer["rope"].items() if k != "fraction"}
     assert config_from_dict(old) == LLAMA
     with pytest.raises(ConfigError, match="head_dim=5 must be even for rotary"):
         dataclasses.replace(LLAMA, head_dim=5)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 from tiny_models import LLAMA, WIDE, random_params, tiny_of
 from tiny_runs import refused
 
@@ -113,7 +112,7 @@ def test_nucl_of_chosen_layers_is_of_all_their_experts(target):
 
 def test_a_mesh_cuts_no_experts():
     params = causal_lm.abstract_params(dataclasses.replace(SPARSE, vocab_size=32))
-    mesh = AbstractMesh((2, 2, 2), partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = partition.abstract_mesh(2, 2, 2)
     placed = flatten(partition.shardings(mesh, params, declared(SPARSE, params)))
     slot = "stack/segment_0/slot_0/ffn"
     assert tuple(placed[f"{slot}/up/kernel"].spec) == (None, None, "fsdp", "tensor")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
 from tiny_models import tiny_of
 
 from ffn_heterogeneity.adapters import macdrop
@@ -30,7 +29,7 @@ from ffn_heterogeneity.surgery import adapt, sparsity
 from ffn_heterogeneity.tree import Leaf, LeafError, flatten
 
 FILE = Path(__file__).with_name("leaves.json")
-MESH = AbstractMesh((2, 2, 2), partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+MESH = partition.abstract_mesh(2, 2, 2)
 LORA = {"rank": 4, "targets": "attention/|ffn/"}
 HEADS = {
     "last": {"pooling": "last"},

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import our_logits, torch_logits
 
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.hf.export import save_pretrained
@@ -136,26 +137,18 @@ def tiny(request, torch, tmp_path):
     return model, tmp_path / "theirs"
 
 
-def run(config, params, tokens):
-    """Our logits, float32."""
+def reread(directory):
+    """What transformers makes of our files."""
+    import transformers
 
-    @jax.jit
-    def compute(params, tokens):
-        hidden = causal_lm.forward(config, params, {"tokens": tokens})["hidden"]
-        return causal_lm.logits(config, params, hidden)
-
-    return np.asarray(compute(params, jnp.asarray(tokens)))
-
-
-def run_torch(torch, model, tokens):
-    with torch.no_grad():
-        return model(torch.tensor(np.asarray(tokens))).logits.float().numpy()
+    kind = transformers.AutoModelForCausalLM
+    return kind.from_pretrained(directory, attn_implementation="eager").eval()
 
 
 def test_logits_agree(torch, tiny):
     model, directory = tiny
     config, params = read_pretrained(directory)
-    ours, theirs = run(config, params, TOKENS), run_torch(torch, model, TOKENS)
+    ours, theirs = our_logits(config, params, TOKENS), torch_logits(torch, model, TOKENS)
     assert np.abs(theirs).max() > 0.5, "the reference must say something"
     np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
 
@@ -163,9 +156,7 @@ def test_logits_agree(torch, tiny):
 @pytest.mark.parametrize("where", ["top", "both", "neither"])
 @pytest.mark.parametrize("name", ["phi3", "llama", "gpt_neox"])
 def test_where_a_config_says_how_much_is_rotated(torch, tmp_path, name, where):
-    """Phi-3 reads it next to rope_parameters, too, and prefers those; others do not."""
-    import transformers
-
+    """Phi-3 reads it beside rope_parameters, too, and of both those; others do not."""
     torch_model(name).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     rope = values["rope_parameters"]
@@ -175,10 +166,10 @@ def test_where_a_config_says_how_much_is_rotated(torch, tmp_path, name, where):
     if where != "neither":
         values["partial_rotary_factor"] = 0.5
     (tmp_path / "config.json").write_text(json.dumps(values))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    model = reread(tmp_path)
     config, params = read_pretrained(tmp_path)
-    theirs = run_torch(torch, model.eval(), TOKENS)
-    np.testing.assert_allclose(run(config, params, TOKENS), theirs, atol=1e-4, rtol=0)
+    theirs = torch_logits(torch, model, TOKENS)
+    np.testing.assert_allclose(our_logits(config, params, TOKENS), theirs, atol=1e-4, rtol=0)
     rotated = {"phi3": 0.5 if where == "top" else 1.0, "llama": 1.0}
     assert config.layers[0].rope.fraction == rotated.get(name, 1.0 if where == "both" else 0.25)
 
@@ -230,8 +221,6 @@ def test_gradients_agree_leaf_by_leaf(torch, tiny):
 
 
 def test_round_trip_is_bit_exact_and_transformers_reads_it(torch, tiny, tmp_path):
-    import transformers
-
     model, directory = tiny
     config, params = read_pretrained(directory)
     save_pretrained(config, params, tmp_path / "ours")
@@ -241,13 +230,11 @@ def test_round_trip_is_bit_exact_and_transformers_reads_it(torch, tiny, tmp_path
         assert tensor.dtype == after[name][0].dtype
         assert tensor.tobytes() == after[name][0].tobytes(), name
     assert read_config(tmp_path / "ours") == config
-    again = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", attn_implementation="eager"
-    )
+    again = reread(tmp_path / "ours")
     assert type(again) is type(model)
     assert again.dtype == torch.float32
     np.testing.assert_array_equal(
-        run_torch(torch, again.eval(), TOKENS), run_torch(torch, model, TOKENS)
+        torch_logits(torch, again, TOKENS), torch_logits(torch, model, TOKENS)
     )
 
 
@@ -276,11 +263,9 @@ def test_unequal_widths_padded_for_transformers_or_by_layer(torch, tmp_path, nam
     config, params = read_pretrained(tmp_path / "theirs")
     config, params = pruned(config, params, [48, 7, 30, 31, 9][: config.n_layers])
     save_pretrained(config, params, tmp_path / "padded", export="padded")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "padded", attn_implementation="eager"
-    ).eval()
-    ours = run(config, params, TOKENS)
-    np.testing.assert_allclose(ours, run_torch(torch, theirs, TOKENS), atol=1e-4, rtol=0)
+    theirs = reread(tmp_path / "padded")
+    ours = our_logits(config, params, TOKENS)
+    np.testing.assert_allclose(ours, torch_logits(torch, theirs, TOKENS), atol=1e-4, rtol=0)
 
     save_pretrained(config, params, tmp_path / "uneven")
     read = transformers.AutoConfig.from_pretrained(tmp_path / "uneven")
@@ -295,24 +280,18 @@ def test_unequal_widths_padded_for_transformers_or_by_layer(torch, tmp_path, nam
 
 
 def test_uniformly_pruned_model_is_plain(torch, tmp_path):
-    import transformers
-
     torch_model("llama").save_pretrained(tmp_path / "theirs")
     config, params = pruned(*read_pretrained(tmp_path / "theirs"), [11, 11, 11])
     save_pretrained(config, params, tmp_path / "plain")
     values = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert values["intermediate_size"] == 11 and "ffn_heterogeneity" not in values
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", attn_implementation="eager"
-    ).eval()
+    theirs = reread(tmp_path / "plain")
     np.testing.assert_allclose(
-        run(config, params, TOKENS), run_torch(torch, theirs, TOKENS), atol=1e-4, rtol=0
+        our_logits(config, params, TOKENS), torch_logits(torch, theirs, TOKENS), atol=1e-4, rtol=0
     )
 
 
 def test_masks_and_neuron_scales_are_folded(torch, tmp_path):
-    import transformers
-
     torch_model("llama").save_pretrained(tmp_path / "theirs")
     config, params = read_pretrained(tmp_path / "theirs")
     rng, tree = np.random.default_rng(0), unstack(params)
@@ -323,12 +302,10 @@ def test_masks_and_neuron_scales_are_folded(torch, tmp_path):
             kernel["mask"] = (rng.random(kernel["kernel"].shape) < 0.7).astype(np.float32)
     params = restack(config, tree)
     save_pretrained(config, params, tmp_path / "folded")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "folded", attn_implementation="eager"
-    ).eval()
-    ours = run(config, params, TOKENS)
-    np.testing.assert_allclose(ours, run_torch(torch, theirs, TOKENS), atol=1e-4, rtol=0)
-    assert np.abs(ours - run_torch(torch, torch_model("llama"), TOKENS)).max() > 0.1
+    theirs = reread(tmp_path / "folded")
+    ours = our_logits(config, params, TOKENS)
+    np.testing.assert_allclose(ours, torch_logits(torch, theirs, TOKENS), atol=1e-4, rtol=0)
+    assert np.abs(ours - torch_logits(torch, torch_model("llama"), TOKENS)).max() > 0.1
 
 
 def test_bfloat16_and_shards_written_by_transformers(torch, tmp_path):
@@ -364,7 +341,10 @@ def test_a_real_model_agrees(torch, request, name, shared_data, tmp_path):
     assert theirs.dtype == torch.float32
     ids = model.tokenizer.encode(text, add_special_tokens=False)[:63]
     tokens = np.array([[model.tokenizer.bos_token_id, *ids]])
-    ours, reference = run(model.config, model.params, tokens), run_torch(torch, theirs, tokens)
+    ours, reference = (
+        our_logits(model.config, model.params, tokens),
+        torch_logits(torch, theirs, tokens),
+    )
     bound = 5e-5 * np.abs(reference).max() + 1e-3
     assert np.abs(ours - reference).max() <= bound
     np.testing.assert_array_equal(ours.argmax(-1), reference.argmax(-1))

@@ -24,7 +24,8 @@ REPORTS += sorted((REPOSITORY / "docs/studies").glob("*.py"))
 
 
 def frame(**columns):
-    rows = pandas.DataFrame({"run": list("abcd"), "what": "nll", **columns})
+    fields = dict.fromkeys(["task", "shots", "layer", "neuron", "step"])
+    rows = pandas.DataFrame({"run": list("abcd"), "what": "nll", **fields, **columns})
     return rows.assign(cell=rows["value"].astype(object)) if "value" in rows else rows
 
 
@@ -127,11 +128,21 @@ def test_rows_without_a_label_stay():
     assert made.index.to_list() == ["a", "-"] and [x.mean for x in made["c"]] == [1.5, 3.5]
 
 
-def test_texts_without_a_function_are_named(tmp_path):
+def test_names_without_a_function_are_named(tmp_path):
+    """Of a text, or of what a function reads; another function's result comes as a copy."""
     mine = tmp_path / "mine.py"
-    mine.write_text("def harmless(runs):\n    return runs\n")
-    claims = {"harmles": {"statement": "s", "stated": "p"}}
-    mine.with_suffix(".json").write_text(json.dumps({"paper": "Mine", "claims": claims}))
-    paper = papers.load(str(mine))
-    with pytest.raises(ValueError, match="no function is named 'harmles'"):
-        list(draw_all(paper, {"runs": frame(value=[1.0] * 4), "curves": frame()}))
+    code = "def rows(runs):\n    return runs\ndef lost(nobody):\n    return nobody\n"
+    mine.write_text(
+        code + "def kept(rows):\n    rows['part'] = rows['run_on'] = 'x'\n    return rows\n"
+    )
+    runs = frame(value=[1.0] * 4).assign(verdict="holds")
+    for key, missing in (("harmles", "harmles"), ("lost", "nobody"), ("kept", "")):
+        claims = {key: {"statement": "s", "stated": "p"}}
+        mine.with_suffix(".json").write_text(json.dumps({"paper": "Mine", "claims": claims}))
+        papers.printed.cache_clear()
+        drawn = draw_all(papers.load(str(mine)), {"runs": runs, "curves": frame()})
+        if missing:
+            with pytest.raises(ValueError, match=f"mine, {key}: no function is named '{missing}'"):
+                next(drawn)
+        else:
+            assert next(drawn).rows[0][-1] == "holds" and "part" not in runs

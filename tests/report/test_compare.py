@@ -319,3 +319,13 @@ def test_a_model_that_moved_is_known_by_the_end_of_its_path(tmp_path):
 def test_equal_means_differ_by_nothing():
     """Not by the -5e-17 of a mean over seeds."""
     assert str(bootstrap([1e-17, -9e-17, -7e-17]).mean) == "0.0"
+
+
+def test_documents_are_drawn_with_all_their_windows():
+    """Two windows of a document that say the same add nothing; unequal counts weigh by windows."""
+    values = [0.3, -0.1, 0.8, 0.2]
+    by_document = bootstrap([x for x in values for _ in "ab"], [d for d in range(4) for _ in "ab"])
+    assert by_document[:4] == pytest.approx(bootstrap(values)[:4])
+    assert by_document.how == "by document"
+    lone = bootstrap([1.0, 1.0, 1.0, 0.0], [7, 7, 7, 9])
+    assert (lone.mean, lone.low, lone.high, lone.n) == (0.75, 0.0, 1.0, 2)

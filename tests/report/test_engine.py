@@ -73,9 +73,6 @@ def test_gains_are_relative_and_have_their_z(report, tmp_path):
     scores = {r["Method"]: r["Gemma-2B"] for r in ours}
     assert scores == {"Standard fine-tuning": "40.0", "NUCL fine-tuning": "50.0"}
     gains = {(r["task"], r["model"], r["from"]): r for r in tables["gains"]}
-    of_paper = float(gains["GSM8K", "Gemma-2B", "paper"]["relative gain (in %)"])
-    assert of_paper == pytest.approx(2.71, abs=0.005)
-    assert gains["SuperGLUE", "Bison", "paper"]["z (ours)"] == "-"
     z = 0.1 / math.sqrt(0.45 * 0.55 * 2 / 1000)
     assert float(gains["GSM8K", "gemma-2-2b", "here"]["z (ours)"]) == pytest.approx(z, rel=1e-6)
 

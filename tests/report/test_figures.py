@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pytest
 
-from ffn_heterogeneity.launch.demo import bought
 from ffn_heterogeneity.report.figures import Line, Panel, draw
 from ffn_heterogeneity.wording import markdown_table
 
@@ -37,16 +36,6 @@ def test_the_legend_stands_outside(lines):
     _, axis = drawn((0, 1), (1.0, 2.0), lines)
     box = axis.get_legend().get_window_extent()
     assert not box.overlaps(axis.patch.get_window_extent())
-
-
-@pytest.mark.parametrize(
-    ("nucl", "verdict"),
-    [((1.2, 1.2, 1.1), "more harm"), ((0.8, 0.8, 0.7), "less harm"), ((1.1, 0.9, 1), "as much")],
-)
-def test_the_demo_says_what_it_found(nucl, verdict):
-    text = bought((1.0, 1.0, 1.0), nucl)
-    assert f"{np.mean(nucl):.3f} nats" in text and verdict in text
-    assert f"{np.mean(nucl) - 1:+.4f}" in text
 
 
 def test_no_line_joins_dots():

@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+from scipy.stats import linregress
 from tiny_models import REPOSITORY, config_of
 from tiny_runs import read_rows
 
@@ -91,6 +92,11 @@ def test_gains_are_those_of_their_scores():
         for standard, nucl, gain in zip(*both, gains.values(), strict=True):
             assert 100 * (nucl / standard - 1) == pytest.approx(gain[column], abs=0.0051)
     assert gains["2B",][1] == rows_of(NUCL["table_3"])["FFN outgoing",][0] == 2.71
+    for (task, _), row in rows_of(printed("nucl")["ours"]["tables"]["gains"]).items():
+        p, n = sum(row[:2]) / 200, {"GSM8K": 1319, "MBPP": 500}.get(task)
+        z = row[2] / 100 / (2 * p * (1 - p) / n) ** 0.5 if n else None
+        assert row[2:4] == pytest.approx([row[1] - row[0], 100 * (row[1] / row[0] - 1)], 1e-3)
+        assert row[4] == (z and pytest.approx(z, 1e-3))
 
 
 def test_the_configs_numbers_are_macdrops(shared_data):
@@ -116,6 +122,36 @@ def test_the_majority_answers_are_those_of_the_validation_sets(shared_data, task
     assert 100 * score == pytest.approx(printed("p32")["majority"][task], abs=1e-3)
 
 
+@pytest.mark.parametrize(("place", "claim"), [(0, "samples_tell"), (1, "length_tells")])
+def test_regressions_are_those_of_the_tables(place, claim):
+    """The line through LLAMA-2-7B's gains, without and with MNLI."""
+    tables, found = printed("p32")["tables"], []
+    scores, names = rows_of(tables["table_2"]), tables["table_2"]["columns"]
+    both = (scores["LLAMA-2-7B", method] for method in ("P-32 (ours)", "Baseline"))
+    gains = dict(zip(names, np.subtract(*both), strict=True))
+    x = {task: row[place] for (task,), row in rows_of(tables["table_5"]).items()}
+    for tasks in ([task for task in x if task != "mnli"], list(x)):
+        line = linregress([x[task] for task in tasks], [gains[task] for task in tasks])
+        found.append(f"slope {line.slope:.4g}, R2 {line.rvalue**2:.3f}, p {line.pvalue:.3f}")
+    ((_, text, _),) = printed("p32")["claims"][claim]["rows"]
+    assert text == f"seven data sets, without mnli {found[0]}; all eight {found[1]}"
+
+
+@pytest.mark.parametrize(
+    ("claim", "table", "place"), [("closest_kernel", 1, 1), ("above_all", 2, 0)]
+)
+def test_z_are_those_of_the_tables(claim, table, place):
+    """Of three runs a cell, "mean ± spread"; each method minus fusion."""
+    table = rows_of(printed("mlp_fusion")["tables"][f"table_{table}"])
+    cells = {name: [float(x) for x in row[place].split(" ± ")] for (name,), row in table.items()}
+    mean, spread = cells["MLP Fusion (Ours)"]
+    ((_, text, _),) = printed("mlp_fusion")["claims"][claim]["rows"]
+    for name, apart, z in re.findall(r"(\S[^;]*) (\S+), z (\S+?)(?:;|$)", text):
+        error = ((spread**2 + cells[name][1] ** 2) / 3) ** 0.5
+        assert float(apart.replace(",", "")) == pytest.approx(cells[name][0] - mean, abs=0.0051)
+        assert float(z) == pytest.approx(abs(cells[name][0] - mean) / error, abs=0.051)
+
+
 @pytest.mark.parametrize(
     ("layers", "count"), [("2-5", 4), ("0,3", 2), ("0-1,5", 3), ("top", None), ("nan", None)]
 )
@@ -125,15 +161,17 @@ def test_how_many_layers(layers, count):
 
 @pytest.mark.parametrize("name", [*papers.NAMES, *map(str, STUDIES)])
 def test_what_is_drawn_has_its_function(name):
-    """Each figure has a function of runs and curves; each row has all labels and columns."""
+    """Each item has a function of runs, curves or others; each row has all labels and columns."""
     texts, functions = printed(name), papers.load(name).functions
     ours = {"tables": {}, "figures": {}, **texts.get("ours", {})}
-    drawn = {*texts["claims"], *texts["figures"], *ours["figures"]}
-    drawn |= {key for key, table in ours["tables"].items() if "rows" not in table}
+    drawn = {*texts["figures"], *ours["figures"]}
+    alone = {**texts["claims"], **ours["tables"]}  # printed alone, where they have rows
+    drawn |= {key for key, x in alone.items() if "rows" not in x or key in functions}
     drawn |= {key for key, x in texts["tables"].items() if "title" in x or key in functions}
     for key in drawn:
         needed = inspect.signature(functions[key]).parameters.values()
-        assert {x.name for x in needed if x.default is x.empty} <= {"runs", "curves"}, key
+        needed = {x.name for x in needed if x.default is x.empty}
+        assert needed <= {"runs", "curves", *functions}, key
     for table in (x for x in texts["tables"].values() if "rows" in x):
         width = len(table["index"]) + len(table["columns"])
         assert all(len(row) == width for row in table["rows"])

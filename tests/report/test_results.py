@@ -53,6 +53,9 @@ def test_the_units_of_an_archive_that_was_written_again(tmp_path):
         row = fh.results(path).iloc[0]
         assert frames.units(row.run, row.units) == dict(enumerate(windows))
     assert frames.units(f"{path}/nobody", "results.json:nll_windows") == {}
+    results = {"nll": 1.0, "nll_windows": [1.0, 2.0], "window_documents": [5, 7]}
+    write_run(tmp_path / "run", {"model": "m"}, results)
+    assert frames.units(str(tmp_path / "run"), row.units) == {(5, 0): 1.0, (7, 1): 2.0}
 
 
 def test_numbers_that_are_none_and_text_that_is_markdown(tmp_path):

@@ -45,11 +45,6 @@ def test_help_shows_an_example_the_flags_and_the_config(name):
     assert not re.search(r"^  --config\.\S+\n  --", listed, re.M), "a key without a comment"
 
 
-def test_help_is_of_the_config_that_is_asked_for():
-    done = run_script("train", "--config=configs/nucl_finetune.py:some/model,jsonl", "-h")
-    assert "--config.model='some/model'" in done.out and "--config.data.task='jsonl'" in done.out
-
-
 def test_help_of_a_config_of_ones_own(tmp_path, monkeypatch):
     """The file of docs/howto/your-own.md: comments of its keys are shown together with ours."""
     page = (REPOSITORY / "docs" / "howto" / "your-own.md").read_text()
@@ -75,55 +70,6 @@ def test_unknown_flags_and_positional_arguments(name, tmp_path):
     assert "nosuchflag" in run_script(name, "--nosuchflag=1", *given).error
     error = run_script(name, *given, "stray").error
     assert "stray" in error
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "words"),
-    [
-        # Without --config= the file is the default one.
-        ("compress", ["--config.ration=0.5"], ["unknown config key 'ration'", "mean 'ratio'?"]),
-        ("compress", ["--config=configs/prune.py", "--config.ration=1"], ["mean 'ratio'?"]),
-        ("compress", ["--config.ration=1", "--config=configs/prune.py"], ["mean 'ratio'?"]),
-        ("compress", ["--noconfig.reverze"], ["'reverze'", "mean 'reverse'?"]),
-        ("train", ["--config.optimizer.learning_rat=1"], ["mean 'optimizer.learning_rate'?"]),
-        ("train", ["--config.losses.nucl=1"], ["'losses.nucl' is a group", "losses.nucl.weight"]),
-        ("train", ["--config.nucl.weight=1"], ["unknown config key", "mean 'losses.nucl.weight'?"]),
-        ("compress", ["--config.ratio=abc"], ["config.ratio=abc", "float"]),
-        ("compress", ["--config.seed=1.5"], ["config.seed=1.5"]),
-        ("compress", ["--config.count=many"], ["config.count=many"]),
-        ("compress", ["--config.reverse=maybe"], ["config.reverse=maybe"]),
-        ("compress", ["--config.ratio"], ["config.ratio"]),
-        ("compress", ["--config=configs/prun.py"], ["'configs/prun.py'", "configs/prune.py"]),
-        ("compress", ["--config="], ["config file ''"]),
-        ("compress", ["--config"], ["config file ''"]),
-        ("compress", ["--config=configs/prune.py:all"], ["takes no argument", "'all'"]),
-        ("train", ["--config=configs/nucl_finetune.py:foo"], ["'foo'", "<model>,<data>", "gsm8k"]),
-        ("train", ["--config=configs/nucl_finetune.py:a,b"], ["'a,b'", "<model>,<data>", "gsm8k"]),
-        ("analyze", ["--config=configs/analyze.py:sinks", "--config.model=x"], ["'sinks'"]),
-        ("analyze", [], ["model is empty"]),
-        ("compress", [], ["model is empty"]),
-        ("evaluate", [], ["model is empty"]),
-        ("benchmark", [], ["model|nucl|nll"]),
-        ("benchmark", ["speed"], ["'speed'", "model|nucl|nll"]),
-        ("benchmark", ["model", "nll", "--config.repetitions=x"], ["repetitions=x"]),
-        ("benchmark", ["model", "--config.peer=onnx"], ["peer='onnx'"]),
-        ("benchmark", ["model", "--config.calls=('step',)"], ["calls='step'", "train step"]),
-        ("benchmark", ["model", "--config.model=gpt5"], ["'gpt5'", "smollm2_135m"]),
-        ("compress", ["--config.model=no/such/model"], ["no/such/model", "preset"]),
-        ("evaluate", ["--config.model=nothing.gguf", "--config.text=README.md"], ["nothing.gguf"]),
-        ("convert", ["--model=x"], ["--output"]),
-        ("convert", ["--model=nothing", "--output=nowhere"], ["'nothing'", "gemma2_2b"]),
-        ("convert", ["--model=x", "--output=y", "--dtype=int8"], ["int8", "bfloat16"]),
-        ("fetch_models", ["--only=gpt5"], ["gpt5", "smollm2"]),
-        ("demo", ["--steps=1"], ["steps"]),
-    ],
-)
-def test_a_users_error_is_one_clear_line(script, arguments, words, tmp_path):
-    workdir = tmp_path / "run"
-    flags = [] if script in ("convert", "fetch_models", "demo") else [f"--workdir={workdir}"]
-    error = run_script(script, *flags, *arguments).error
-    assert all(word in error for word in words), error
-    assert not workdir.exists(), "nothing was written, so nothing is left"
 
 
 def test_the_benchmarks_name_is_an_argument(monkeypatch, tmp_path):

@@ -16,6 +16,8 @@ from tiny_models import REPOSITORY
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
+from ffn_heterogeneity.models.families import FAMILIES
+from ffn_heterogeneity.models.families.common import no_gguf
 from ffn_heterogeneity.report.paper import draw_all, gather
 from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.report.tables import number
@@ -142,9 +144,10 @@ def looked_at() -> list[float]:
 
 
 def pages(folder: str = "**") -> list:
-    return sorted(DOCS.glob(f"{folder}/*.md")) + (
-        [REPOSITORY / "README.md"] if folder == "**" else []
-    )
+    return [
+        *sorted(DOCS.glob(f"{folder}/*.md")),
+        *(REPOSITORY.glob("*.md") if folder == "**" else ()),
+    ]
 
 
 def test_states():
@@ -239,3 +242,24 @@ def test_a_number_without_a_source_is_found():
     assert shown("28.4", close("a perplexity of 28.4", values))
     sources, shares = quoted("massive_weights")
     assert "4.881" not in sources and "347" in shares and "349" not in shares
+
+
+def test_readme_lists_every_family_once():
+    """The table of families, by the registry: what trains them, and whether llama.cpp has them."""
+    (rows,) = [
+        rest
+        for head, *rest in tables((REPOSITORY / "README.md").read_text())
+        if head[0] == "families"
+    ]
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(listed) == sorted(FAMILIES)
+    for names, _, trains, gguf in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            family = FAMILIES[name]
+            encoder = next(iter(family.presets.values()))[0].is_encoder
+            assert trains == ("labels" if encoder else "text, labels"), name
+            assert gguf == ("no" if family.from_gguf is no_gguf else "yes"), name
+
+
+def test_readme_is_short():
+    assert len((REPOSITORY / "README.md").read_text().split()) <= 900

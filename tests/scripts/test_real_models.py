@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import config_of, our_logits, torch_logits, torch_model, torch_nll
+from tiny_models import config_of, mask_neurons, our_logits, torch_logits, torch_model, torch_nll
 
 from ffn_heterogeneity.evaluate import run as evaluate
 from ffn_heterogeneity.evaluate import run as evaluation
@@ -71,13 +71,8 @@ def test_removal_equals_masking(smollm2, reduced, tokens):
     """Removed neurons, or their rows of W set to 0."""
     config, smaller, removed, _ = reduced
     pruned = our_logits(config, restack(config, smaller), tokens)
-    tree = unstack(smollm2.params)
-    for index, layer in enumerate(tree["layers"]):
-        ffn = dict(layer["ffn"])
-        kernel = ffn["down"]["kernel"].copy()
-        kernel[removed[index]] = 0
-        tree["layers"][index] = {**layer, "ffn": {**ffn, "down": {"kernel": kernel}}}
-    masked = our_logits(smollm2.config, restack(smollm2.config, tree), tokens)
+    tree = restack(smollm2.config, mask_neurons(smollm2.params, removed))
+    masked = our_logits(smollm2.config, tree, tokens)
     difference, bound = np.abs(pruned - masked).max(), 5e-6 * np.abs(masked).max()
     print(f"\nremoval against masking: {difference:.2e}, bound {bound:.2e}")
     assert difference <= bound

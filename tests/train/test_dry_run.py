@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 from tiny_models import TEXT, config_of, save_tiny
 
 from ffn_heterogeneity.io.load import Model, load_config
@@ -86,7 +85,7 @@ def test_the_least_rematerialisation_that_fits(tmp_path):
 def test_windows_frozen_leaves_and_remat_count():
     layers = (LayerConfig(64, window=8), LayerConfig(64))
     model = ModelConfig("llama", 50, 32, 4, 2, 8, layers, tied=False)
-    mesh = AbstractMesh((1, 1, 1), partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = partition.abstract_mesh(1, 1, 1)
 
     def flops(rank=0, **changes):
         config = read(make_config("x", batch_size=2, seq_len=20, **changes))

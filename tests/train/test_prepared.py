@@ -149,13 +149,7 @@ def test_no_pattern_sees_a_teacher(taught):
 
 
 def test_a_teacher_is_cut_over_a_mesh_as_a_model(taught):
-    built = plan(read(taught()), _abstract_mesh(fsdp=2, tensor=2))
+    built = plan(read(taught()), partition.abstract_mesh(1, 2, 2))
     placed = flatten(built.shardings[0].params)
     for path in ("embed/embedding", "stack/segment_0/slot_0/ffn/down/kernel"):
         assert placed[f"teacher/{path}"].spec == placed[path].spec
-
-
-def _abstract_mesh(**sizes):
-    shape = tuple(sizes.get(axis, 1) for axis in partition.MESH_AXES)
-    auto = (jax.sharding.AxisType.Auto,) * 3
-    return jax.sharding.AbstractMesh(shape, partition.MESH_AXES, axis_types=auto)

@@ -12,8 +12,6 @@ chunk becomes one shard, so any number of processes makes the same shards.
 Text and JSONL files may be compressed (.gz). `documents` reads the chunks.
 """
 
-from __future__ import annotations
-
 import collections
 import glob
 import hashlib
@@ -56,11 +54,11 @@ def find_inputs(spec: str | Sequence[str]) -> list[tuple[str, str]]:
             f"no input: it is {spec!r}; give files, a directory, a glob or a hub name "
             "(--config.input=corpus.jsonl)"
         )
-    found = [item for name in names for item in _expand(name.strip())]
-    for path, count in collections.Counter(path for path, _ in found).items():
+    inputs = [item for name in names for item in _expand(name.strip())]
+    for path, count in collections.Counter(path for path, _ in inputs).items():
         if count > 1:
             raise DataError(f"{path} is named more than once; name each file once")
-    return found
+    return inputs
 
 
 def plan_chunks(inputs: Sequence[tuple[str, str]], layout: Layout) -> list[Chunk]:
@@ -100,7 +98,7 @@ def _expand(name: str) -> list[tuple[str, str]]:
             str(file)
             for file in sorted(path.rglob("*"))
             if Path(file.name.removesuffix(".gz")).suffix.lower() in KNOWN
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            and not any(segment.startswith(".") for segment in file.relative_to(path).parts)
         ]
         if not files:
             raise DataError(f"{name}: a directory without {', '.join(KNOWN)} files")
@@ -158,8 +156,8 @@ def _next_break(path: str, offset: int, separator: bytes, size: int) -> int:
         return size
     while offset < size:
         block = read_range(path, offset, BLOCK - 1 + len(separator))
-        if (found := block.find(separator)) >= 0:
-            return offset + found + len(separator)
+        if (index := block.find(separator)) >= 0:
+            return offset + index + len(separator)
         offset += BLOCK  # all separators that begin before it were in this block
     return size
 

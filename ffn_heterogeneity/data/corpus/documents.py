@@ -4,8 +4,6 @@ Text is read in blocks (a document may be larger than memory), JSONL line by lin
 hub's data sets row group by row group.
 """
 
-from __future__ import annotations
-
 import codecs
 import dataclasses
 import functools
@@ -126,18 +124,18 @@ def _read_text(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
                 "be found: write it with LF line ends first"
             )
         edge = text[-1:]
-        *whole, held = (held + text).split(breaks) if breaks else [held + text]
-        for document in whole:
+        *documents, held = (held + text).split(breaks) if breaks else [held + text]
+        for document in documents:
             # A run of blank lines is one separator.
             yield DocumentPart(_stripped(document, given, True) if lines else document)
             given = False
         if len(held) > BLOCK:
             # Keep text that may begin a separator, or is to be stripped.
             stop = len(held.rstrip("\n")) if lines else max(len(held) - len(breaks or " ") + 1, 0)
-            part, held = held[:stop], held[stop:]
-            part = _stripped(part, given, False) if lines else part
-            given = given or bool(part)
-            yield DocumentPart(part, False)
+            passage, held = held[:stop], held[stop:]
+            passage = _stripped(passage, given, False) if lines else passage
+            given = given or bool(passage)
+            yield DocumentPart(passage, False)
     yield DocumentPart(_stripped(held, given, True) if lines else held)
 
 
@@ -180,8 +178,8 @@ def _lines(piece: Piece) -> Iterator[bytes]:
     rest = b""
     for start in range(piece.start, piece.stop, BLOCK):
         block = rest + read_range(piece.path, start, min(BLOCK, piece.stop - start))
-        *whole, rest = block.split(b"\n")
-        yield from whole
+        *lines, rest = block.split(b"\n")
+        yield from lines
         if len(rest) > MAX_LINE:
             break
     yield rest

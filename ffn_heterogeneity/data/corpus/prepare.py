@@ -6,8 +6,6 @@ the directory readable, is written last and replaces those files. The same comma
 directory checks it and rewrites damaged shards.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import itertools
@@ -121,13 +119,13 @@ def claim(directory: Path, plan: Mapping[str, Any], dtype: np.dtype) -> dict[str
         )
     if finished.exists():
         entries = [*old["shards"], *old["without_documents"]]
-        whole = [entry for entry in entries if _whole(directory, entry, dtype, verify=True)]
-        if len(whole) == len(entries):
-            return {entry["name"]: entry for entry in whole}
+        intact = [entry for entry in entries if _whole(directory, entry, dtype, verify=True)]
+        if len(intact) == len(entries):
+            return {entry["name"]: entry for entry in intact}
         # Some are damaged: continue as if the run had stopped before they were made.
         progress.mkdir(exist_ok=True)
         write_json(progress / PLAN, plan)
-        for entry in whole:
+        for entry in intact:
             write_json(note(directory, entry["name"]), entry)
         finished.unlink()
     progress.mkdir(parents=True, exist_ok=True)
@@ -135,14 +133,14 @@ def claim(directory: Path, plan: Mapping[str, Any], dtype: np.dtype) -> dict[str
         for left in folder.glob(".*.partial.*"):
             left.unlink()
     write_json(progress / PLAN, plan)
-    found = {}
+    done = {}
     for path in sorted(progress.glob("shard-*.json")):
         entry = read_json(path)
         if _whole(directory, entry, dtype, verify=False):
-            found[entry["name"]] = entry
+            done[entry["name"]] = entry
         else:
             path.unlink()
-    return found
+    return done
 
 
 def release(directory: Path) -> None:
@@ -163,8 +161,8 @@ def finish(directory: Path, plan: Mapping[str, Any], entries: list[dict]) -> dic
       DataError: no document has a token.
     """
     entries = sorted(entries, key=lambda entry: entry["name"])
-    kept = [entry for entry in entries if entry["tokens"]]
-    if not kept:
+    filled = [entry for entry in entries if entry["tokens"]]
+    if not filled:
         raise DataError(
             f"the input has {sum(entry['empty'] for entry in entries)} documents, all of them "
             "empty: there is nothing to write; check text_field and separator"
@@ -174,11 +172,11 @@ def finish(directory: Path, plan: Mapping[str, Any], entries: list[dict]) -> dic
         "format": shards.FORMAT,
         "version": shards.VERSION,
         "dtype": shards.token_dtype(size).name,
-        "tokens": sum(entry["tokens"] for entry in kept),
-        "documents": sum(entry["documents"] for entry in kept),
+        "tokens": sum(entry["tokens"] for entry in filled),
+        "documents": sum(entry["documents"] for entry in filled),
         "empty_documents": sum(entry["empty"] for entry in entries),
         **plan,
-        "shards": kept,
+        "shards": filled,
         "without_documents": [entry for entry in entries if not entry["tokens"]],
     }
     write_json(directory / shards.MANIFEST, manifest)

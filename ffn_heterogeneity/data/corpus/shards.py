@@ -131,14 +131,14 @@ class ShardWriter:
 
     def end(self, least: int = 1) -> bool:
         """Finish a document; one of fewer than `least` tokens is dropped, and False is returned."""
-        if kept := self.tokens - self._offsets[-1] >= least:
+        if long_enough := self.tokens - self._offsets[-1] >= least:
             self._offsets.append(self.tokens)
             self._before = self._hash.copy()
         elif self._file is not None:
             self.tokens, self._hash = self._offsets[-1], self._before.copy()
             self._file.seek(self.tokens * self._dtype.itemsize)
             self._file.truncate()
-        return kept
+        return long_enough
 
     def close(self) -> dict[str, Any]:
         """Move the files; return the shard's entry in the manifest."""
@@ -243,7 +243,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         )
     try:
         manifest = read_object(path, DataError)
-        found = (manifest["format"], manifest["version"])
+        stamp = (manifest["format"], manifest["version"])
         for entry in [*manifest["shards"], *manifest.get("without_documents", ())]:
             counts = entry["tokens"], entry["documents"]
             if not re.fullmatch(r"shard-\d+", entry["name"]) or not all(map(_is_count, counts)):
@@ -256,9 +256,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = first_line(error)
         raise DataError(f"{path}: not a manifest of token shards ({reason})") from error
-    if found != (FORMAT, VERSION):
+    if stamp != (FORMAT, VERSION):
         raise DataError(
-            f"{path}: {found[0]!r} of version {found[1]!r}, this code reads {FORMAT!r} of version "
+            f"{path}: {stamp[0]!r} of version {stamp[1]!r}, this code reads {FORMAT!r} of version "
             f"{VERSION}; prepare the data again"
         )
     return manifest
@@ -281,8 +281,8 @@ def damage(
             return f"{path}: no such file"
         size = path.stat().st_size
         if size != expected:
-            found = "empty" if not size else f"{size:,} bytes, but the manifest says {expected:,}"
-            return f"{path}: {found}" + (" (truncated)" if 0 < size < expected else "")
+            fault = "empty" if not size else f"{size:,} bytes, but the manifest says {expected:,}"
+            return f"{path}: {fault}" + (" (truncated)" if 0 < size < expected else "")
         if verify:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,5 @@
 """Tokenization of documents, and of a chunk of them to a shard."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -54,12 +52,12 @@ class Tokeniser:
         """Ids of several short documents."""
         tokenizer: Any = self.tokenizer
         if not callable(tokenizer):
-            found = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            encodings = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         else:
             options = {"return_attention_mask": False, "verbose": False}
             encoded: Any = tokenizer(texts, add_special_tokens=False, **options)
-            found = encoded["input_ids"]
-        return [ids + self.end for ids in found]
+            encodings = encoded["input_ids"]
+        return [ids + self.end for ids in encodings]
 
     def encode_long(self, parts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
         """Iterate over (text, ids) of the passages of a document."""
@@ -148,23 +146,23 @@ def _batches(parts: Iterable[DocumentPart], limit: int) -> Iterator[list[str] | 
     Such an iterator must be read to its end before the next item, unless it is the last.
     """
     parts, batch, size = iter(parts), [], 0
-    for part in parts:
-        if part.ends and len(part.text) <= limit:
-            batch.append(part.text)
-            size += len(part.text)
+    for document_part in parts:
+        if document_part.ends and len(document_part.text) <= limit:
+            batch.append(document_part.text)
+            size += len(document_part.text)
             if size < BATCH_CHARS:
                 continue
         if batch:
             yield batch
             batch, size = [], 0
-        if not part.ends or len(part.text) > limit:
-            yield _document(part, parts)
+        if not document_part.ends or len(document_part.text) > limit:
+            yield _document(document_part, parts)
     if batch:
         yield batch
 
 
-def _document(part: DocumentPart, more: Iterator[DocumentPart]) -> Iterator[str]:
-    yield part.text
-    while not part.ends:
-        part = next(more)
-        yield part.text
+def _document(document_part: DocumentPart, more: Iterator[DocumentPart]) -> Iterator[str]:
+    yield document_part.text
+    while not document_part.ends:
+        document_part = next(more)
+        yield document_part.text

@@ -1,7 +1,5 @@
 """Training of a byte-level BPE tokenizer, which can encode every text without <unk>."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -152,5 +150,5 @@ def differs(directory: str | Path, made_of: Mapping[str, Any]) -> list[str]:
             f"{directory} holds a tokenizer that was not trained by this command: use it by "
             f"--config.tokenizer={directory} without training, or use another --workdir"
         )
-    kept = read_json(path)
-    return [key for key, value in made_of.items() if kept.get(key) != value]
+    recorded = read_json(path)
+    return [key for key, value in made_of.items() if recorded.get(key) != value]

@@ -1,7 +1,5 @@
 """Tasks by name: the `TASK` or `TASKS` of every module here, which are found automatically."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil
@@ -16,12 +14,12 @@ __all__ = ["Example", "Fields", "MixedTask", "Task", "get_task", "tasks"]
 @functools.cache
 def tasks() -> dict[str, Task]:
     """Return all tasks by name; your config file may add one: tasks()["mine"] = TASK."""
-    found = {}
+    by_name = {}
     for module in pkgutil.iter_modules(__path__):
         defined = vars(importlib.import_module(f"{__name__}.{module.name}"))
         for task in (*defined.get("TASKS", ()), *filter(None, [defined.get("TASK")])):
-            found[task.name] = task
-    return found
+            by_name[task.name] = task
+    return by_name
 
 
 def get_task(name: str) -> Task:

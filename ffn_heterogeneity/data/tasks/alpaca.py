@@ -5,8 +5,6 @@ it): the user's message is the instruction and, on the next line, the input, as 
 tool of the massive-weights paper. Only the answer is in the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

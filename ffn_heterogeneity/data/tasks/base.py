@@ -1,7 +1,5 @@
 """The interface of a task, which converts a record to a prompt and a target."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """GSM8K: "Question: ...\\nAnswer: ...", loss on the answer only."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

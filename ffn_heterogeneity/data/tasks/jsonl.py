@@ -1,7 +1,5 @@
 """Prompt and response records with common field names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +35,7 @@ def example(record: Mapping[str, Any], fields: Fields) -> Example:
         if response in record and all(name in record for name in prompts):
             reject_fields(record, read=prompts)
             parts = [text_of(record, name) for name in prompts]
-            prompt = "\n".join(part for part in parts if part)  # "input" is often left empty
+            prompt = "\n".join(text for text in parts if text)  # "input" is often left empty
             return Example(prompt + separator, text_of(record, response))
     known = ", ".join(f"{'+'.join(prompts)}/{response}" for prompts, response, _ in PAIRS)
     raise DataError(

@@ -4,8 +4,6 @@ The prompt is that of the evaluation (`evaluate/harness_tasks/mbpp.yaml`), so th
 model is evaluated in the form of its training; generation stops at "[DONE]".
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -15,8 +15,6 @@ White space around contents is stripped, as in the Tulu recipe and Gemma's templ
 templates this is ours: a turn that begins with a space would share a token with its header).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,9 +55,9 @@ def example(record: Mapping[str, Any], fields: Fields) -> tuple[Message, ...]:
         )
     reject_fields(record, (*_OF_ROW, *_MEDIA, *FLAGS))
     field = fields.text or "messages"
-    found = [_message(field, i, one) for i, one in enumerate(list_of(record, field), 1)]
-    turns = found[1:] if found and found[0].role == "system" else found
-    skipped = len(found) - len(turns)
+    messages = [_message(field, i, one) for i, one in enumerate(list_of(record, field), 1)]
+    turns = messages[1:] if messages and messages[0].role == "system" else messages
+    skipped = len(messages) - len(turns)
     for i, turn in enumerate(turns):
         if turn.role != ROLES[1 + i % 2]:
             raise DataError(
@@ -67,9 +65,9 @@ def example(record: Mapping[str, Any], fields: Fields) -> tuple[Message, ...]:
                 "optional message of the system user and assistant must alternate, the user first"
             )
     if len(turns) < 2:
-        seen = ", ".join(one.role for one in found) or "no messages at all"
+        seen = ", ".join(one.role for one in messages) or "no messages at all"
         raise DataError(f"field {field!r} has no message of the assistant to learn from ({seen})")
-    return tuple(found)
+    return tuple(messages)
 
 
 def _message(field: str, number: int, value: Any) -> Message:
@@ -106,8 +104,8 @@ def encode_conversation(
         done = stop
     if _after(encoder, ids, place, text[done:]) != len(ids):
         raise _straddles(text[done:])
-    whole = with_bos(ids, encoder)
-    return whole, [False] * (len(whole) - len(ids)) + scored
+    sequence = with_bos(ids, encoder)
+    return sequence, [False] * (len(sequence) - len(ids)) + scored
 
 
 def assistant_spans(
@@ -118,21 +116,21 @@ def assistant_spans(
     A turn stops after its end token; the white space that templates add after it is not part of the
     answer.
     """
-    whole, found = render(messages, encoder), []
+    text, spans = render(messages, encoder), []
     for i, message in enumerate(messages):
         if message.role != "assistant":
             continue
         before = render(messages[:i], encoder, answer=True)
         upto = render(messages[: i + 1], encoder)
         body = upto[len(before) :].rstrip()
-        if not (whole.startswith(upto) and upto.startswith(before) and body):
+        if not (text.startswith(upto) and upto.startswith(before) and body):
             raise DataError(
                 f"the chat template renders message {i + 1}, of the assistant, unlike its "
                 "generation prompt, or differently when others follow, so its place is unknown; "
                 "chat_template='tulu' uses the built-in form"
             )
-        found.append((len(before), len(before) + len(body)))
-    return whole, found
+        spans.append((len(before), len(before) + len(body)))
+    return text, spans
 
 
 def prompt_ids(messages: Sequence[Message], encoder: Encoder) -> list[int]:
@@ -170,10 +168,10 @@ def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) 
       DataError, ValueError: no template; or as `render_template`.
     """
     tokenizer, template = encoder.tokenizer, encoder.chat_template
-    own = getattr(tokenizer, "chat_template", None)
-    if template == "tulu" or (template == "auto" and not own):
+    tokenizer_template = getattr(tokenizer, "chat_template", None)
+    if template == "tulu" or (template == "auto" and not tokenizer_template):
         return _tulu(messages, tokenizer, answer)
-    if not own:
+    if not tokenizer_template:
         raise DataError(
             "chat_template is 'tokenizer', but this tokenizer has no chat template; 'tulu' uses "
             "the built-in form"
@@ -191,11 +189,11 @@ def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) 
     if encoder.invites:
         return text
     try:
-        whole = written(*messages, Message("assistant", _PROBE), answer=False)
+        answered = written(*messages, Message("assistant", _PROBE), answer=False)
     except DataError:  # the template renders no answers
         return text
-    header, found, _ = whole.removeprefix(start).partition(_PROBE)
-    return text + header if found and whole.startswith(start) and header.strip() else text
+    header, probe, _ = answered.removeprefix(start).partition(_PROBE)
+    return text + header if probe and answered.startswith(start) and header.strip() else text
 
 
 def _tulu(messages: Sequence[Message], tokenizer: Any, answer: bool) -> str:

@@ -8,8 +8,6 @@ Rows may have the form of the official files or that of the hub, where labels ar
 and ReCoRD are flat and WSC has no "target".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -199,8 +197,8 @@ def _mark(text: str, pronoun: str, index: int) -> str:
     places = [word.start() for word in re.finditer(r"\S+", text)]
     if not places or not 0 <= index < len(places):
         raise DataError(f"word {index} of the pronoun is not among the {len(places)} of the text")
-    found = re.finditer(rf"(?<!\w){re.escape(pronoun)}(?!\w)", text)
-    starts = [match.start() for match in found]
+    matches = re.finditer(rf"(?<!\w){re.escape(pronoun)}(?!\w)", text)
+    starts = [match.start() for match in matches]
     if not pronoun or not starts:
         raise DataError(f"the pronoun {pronoun!r} is not in the text {text!r:.60}")
     start = min(starts, key=lambda start: abs(start - places[index]))

@@ -1,7 +1,5 @@
 """Plain text: the whole document is the target."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

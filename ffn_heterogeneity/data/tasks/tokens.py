@@ -1,7 +1,5 @@
 """Token shards of scripts/prepare_data.py: every token of every document is predicted."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

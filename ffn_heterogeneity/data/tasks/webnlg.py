@@ -10,8 +10,6 @@ A row is an entry of the published XML as JSON of the same names: "category", "m
 question. An entry without one (5 in train, 1 in validation) is ignored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

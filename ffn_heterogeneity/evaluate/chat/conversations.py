@@ -9,8 +9,6 @@ not include. Random draws depend on the seed, the question's batch and its place
 made from all questions, so an interruption changes nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -177,8 +175,8 @@ class Chat:
         template = settings.chat_template
         written = {"chat_template": template, "template_date": settings.template_date}
         self.encoder = Encoder(model.tokenizer, settings.bos, **written)
-        own = template == "auto" and getattr(model.tokenizer, "chat_template", None)
-        self.template = "tokenizer" if own else template.replace("auto", "tulu")
+        from_tokenizer = template == "auto" and getattr(model.tokenizer, "chat_template", None)
+        self.template = "tokenizer" if from_tokenizer else template.replace("auto", "tulu")
         # The template's end of a turn, and the tokenizer's eos, which may not be in the config.
         ends = (end_of_turn(self.encoder), model.tokenizer.eos_token_id)
         self.eos = tuple(dict.fromkeys(end for end in ends if end is not None))
@@ -215,10 +213,10 @@ class Chat:
 
     def _sampling(self, first: Question, turn: int) -> Sampling:
         """Sampling of a turn for all questions in the batch that begins with `first`."""
-        own = self.settings
-        seed = zlib.crc32(f"{own.seed}/{first.id}/{turn}".encode())
-        value = own.temperature_of(first)
-        return Sampling(own.max_new_tokens, value, own.top_p, seed, eos=self.eos)
+        settings = self.settings
+        seed = zlib.crc32(f"{settings.seed}/{first.id}/{turn}".encode())
+        value = settings.temperature_of(first)
+        return Sampling(settings.max_new_tokens, value, settings.top_p, seed, eos=self.eos)
 
 
 def read_questions(benchmark: str, data_root: str, limit: int = 0) -> list[Question]:
@@ -261,11 +259,11 @@ def read_answers(path: str) -> tuple[str, dict[int | str, list[str]]]:
       ValueError (DataError): an unreadable row, or answers of several models.
     """
     source = read_jsonl([path])
-    found = list(read_each(source, _answer))
-    names = sorted({name for name, _, _ in found})
+    answers = list(read_each(source, _answer))
+    names = sorted({name for name, _, _ in answers})
     if len(names) > 1:
         raise DataError(f"{path} holds answers of several models: {', '.join(names)}")
-    return names[0], {i: turns for _, i, turns in found}
+    return names[0], {i: turns for _, i, turns in answers}
 
 
 def answer_row(

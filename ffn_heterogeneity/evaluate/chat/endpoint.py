@@ -1,7 +1,5 @@
 """Client of an OpenAI-compatible chat endpoint, with the `openai` package (extra `judge`)."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -106,10 +104,10 @@ class Endpoint:
         """The body of the answer."""
         openai, httpx2, _ = _library()
         http = self._client()
-        own = {"api_key": "none", "base_url": self.url, "timeout": self.timeout}
-        own |= {"default_query": self._query, "max_retries": self.retries}
+        options = {"api_key": "none", "base_url": self.url, "timeout": self.timeout}
+        options |= {"default_query": self._query, "max_retries": self.retries}
         call = (asyncio.get_running_loop(), asyncio.current_task(), http)
-        async with openai.AsyncOpenAI(**own, http_client=http) as client:
+        async with openai.AsyncOpenAI(**options, http_client=http) as client:
             self._calls.add(call)
             try:
                 create = client.chat.completions.with_raw_response.create
@@ -175,8 +173,8 @@ def _library() -> tuple[Any, Any, Any]:
             """The request without headers of the client and the environment."""
             headers = {name: value for name, value in request.headers.items() if name in SENT}
             headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
-            own = {"content": request.content, "extensions": request.extensions}
-            return httpx2.Request(request.method, request.url, headers=headers, **own)
+            fields = {"content": request.content, "extensions": request.extensions}
+            return httpx2.Request(request.method, request.url, headers=headers, **fields)
 
         async def _whole(self, request: Any, **options: Any) -> Any:
             """Read the whole answer here, because httpx's time-outs restart with every byte."""
@@ -184,8 +182,8 @@ def _library() -> tuple[Any, Any, Any]:
             try:
                 async with asyncio.timeout(self.seconds):
                     response = await super().send(self._sent(request), **options | {"stream": True})
-                    async for part in response.aiter_bytes():
-                        body += part
+                    async for chunk in response.aiter_bytes():
+                        body += chunk
                         if len(body) > LONGEST_BODY:
                             raise ValueError(f"the answer is longer than {LONGEST_BODY} bytes")
             except TimeoutError:
@@ -205,8 +203,8 @@ def _rebuilt(httpx2: Any, request: Any, response: Any, body: bytes) -> Any:
     """
     gone = ("content-encoding", "content-length", "transfer-encoding", "content-type")
     headers = [(name, value) for name, value in response.headers.items() if name not in gone]
-    own = {"request": request, "extensions": response.extensions}
-    return httpx2.Response(response.status_code, headers=headers, content=body, **own)
+    fields = {"request": request, "extensions": response.extensions}
+    return httpx2.Response(response.status_code, headers=headers, content=body, **fields)
 
 
 def _text_of(body: str) -> str:

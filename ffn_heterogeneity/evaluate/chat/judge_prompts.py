@@ -1,7 +1,5 @@
 """Prompts of a judge, and parsing of its answers (our wording, MT-bench's verdict marks)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 
@@ -60,12 +58,12 @@ def rating(text: str) -> float:
     Raises:
       ValueError: no number, or one outside 1 to 10.
     """
-    found = _RATING.findall(text) or _LOOSE_RATING.findall(text)
-    if not found:
+    ratings = _RATING.findall(text) or _LOOSE_RATING.findall(text)
+    if not ratings:
         raise ValueError("no rating [[1]] to [[10]] in the judge's answer")
-    score = float(found[-1])
+    score = float(ratings[-1])
     if not LOWEST <= score <= HIGHEST:
-        raise ValueError(f"the rating {found[-1]} is outside {LOWEST} to {HIGHEST}")
+        raise ValueError(f"the rating {ratings[-1]} is outside {LOWEST} to {HIGHEST}")
     return score
 
 
@@ -75,10 +73,10 @@ def verdict(text: str) -> str:
     Raises:
       ValueError: no verdict.
     """
-    found = _VERDICT.findall(text)
-    if not found:
+    verdicts = _VERDICT.findall(text)
+    if not verdicts:
         raise ValueError("no verdict [[A]], [[B]] or [[C]] in the judge's answer")
-    return found[-1]
+    return verdicts[-1]
 
 
 def _name(kind: str, answers: Sequence[str], reference: Sequence[str]) -> str:

@@ -19,8 +19,6 @@ Default numbers of examples: MMLU, TriviaQA, NQ-open and GSM8K 5, HellaSwag 10, 
   0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -98,11 +96,11 @@ def _index() -> Mapping[str, Any]:
 def _members(name: str) -> list[str]:
     """The tasks and groups in a group of MMLU; [] for a task."""
     entry = _index()[name]
-    found = []
+    members = []
     for member in entry.cfg["task"] if "group" in (entry.cfg or {}) else ():
         tasks = sorted(_index()[member].tags)  # a tag means its tasks
-        found += tasks if _index()[member].yaml_path is None else [member]
-    return found
+        members += tasks if _index()[member].yaml_path is None else [member]
+    return members
 
 
 def _leaves(names: Sequence[str]) -> list[str]:

@@ -4,8 +4,6 @@ A form takes one row and returns the fields that the task reads, or None for a r
 belong to the task. A missing field, a wrong type or an invalid answer is a `DataError`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Mapping
@@ -47,10 +45,10 @@ def texts(
     """The form of rows of texts, and a "label" counted from `first` on (or one of the words)."""
 
     def form(row: Row) -> Row:
-        found: dict[str, Any] = {field: text_of(row, field) for field in fields.split()}
+        doc: dict[str, Any] = {field: text_of(row, field) for field in fields.split()}
         if label is not None:
-            found["label"] = index_of(row, "label", label, first) + first
-        return found
+            doc["label"] = index_of(row, "label", label, first) + first
+        return doc
 
     return form
 
@@ -101,10 +99,10 @@ def arc(row: Row) -> Row:
 
 
 def winogrande(row: Row) -> Row:
-    found = texts("sentence option1 option2")(row)
-    if "_" not in found["sentence"]:
-        raise DataError(f"field 'sentence' has no '_' to fill: {found['sentence']!r:.60}")
-    return {**found, "answer": str(index_of(row, "answer", 2, first=1) + 1)}
+    doc = texts("sentence option1 option2")(row)
+    if "_" not in doc["sentence"]:
+        raise DataError(f"field 'sentence' has no '_' to fill: {doc['sentence']!r:.60}")
+    return {**doc, "answer": str(index_of(row, "answer", 2, first=1) + 1)}
 
 
 def triviaqa(row: Row) -> Row:
@@ -117,10 +115,10 @@ def triviaqa(row: Row) -> Row:
         question = text_of(row, "question")
         aliases = _answers(mapping_of(row, "answer"), "aliases")
     else:
-        found = re.fullmatch(r"Question: (.*)\nAnswer:", text_of(row, "context"), re.DOTALL)
-        if not found:
+        matched = re.fullmatch(r"Question: (.*)\nAnswer:", text_of(row, "context"), re.DOTALL)
+        if not matched:
             raise DataError("field 'context' is not of the form 'Question: ...\\nAnswer:'")
-        question, answer = found[1], text_of(row, "answer")
+        question, answer = matched[1], text_of(row, "answer")
         aliases = [answer, *(alias for alias in texts_of(row, "aliases") if alias != answer)]
     return {"question": question, "answer": {"aliases": aliases}}
 
@@ -197,11 +195,11 @@ def lambada(row: Row) -> Row:
 
 
 def copa(row: Row) -> Row:
-    found = texts("question premise choice1 choice2", COPA_WORDS)(row)
-    check_choice("field question", found["question"], ("cause", "effect"), DataError)
-    if not (found["choice1"] and found["choice2"]):
+    doc = texts("question premise choice1 choice2", COPA_WORDS)(row)
+    check_choice("field question", doc["question"], ("cause", "effect"), DataError)
+    if not (doc["choice1"] and doc["choice2"]):
         raise DataError("field 'choice1' or 'choice2' is empty")
-    return found
+    return doc
 
 
 def wic(row: Row) -> Row:

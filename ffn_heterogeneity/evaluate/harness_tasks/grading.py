@@ -1,7 +1,5 @@
 """Graders of the task files in this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading of a task's files: the questions and the few-shot examples."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One program in one sandbox: start, supervision within limits, end and outcome."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -63,8 +61,8 @@ class Limits:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            whole = name == "wall_seconds" or isinstance(value, int)
-            if not (whole and 0 < value < float("inf")):
+            fits_type = name == "wall_seconds" or isinstance(value, int)
+            if not (fits_type and 0 < value < float("inf")):
                 raise ValueError(f"Limits: {name}={value!r} must be a positive number")
 
 
@@ -93,11 +91,11 @@ def views() -> list[tuple[str, str]]:
     wanted = [os.path.dirname(os.__file__), config.get("DESTSHARED"), config.get("LIBDIR")]
     wanted += [f"{prefix}/lib", f"{prefix}/lib64", "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
     wanted += ["/etc/ld.so.cache", "/usr/share/zoneinfo"]
-    found: list[str] = []
+    roots: list[str] = []
     for path in sorted({path for path in wanted if path and os.path.exists(path)}):
-        if not any(path.startswith(f"{seen}/") for seen in found):
-            found.append(path)
-    return [(os.path.realpath(path), path) for path in found]
+        if not any(path.startswith(f"{seen}/") for seen in roots):
+            roots.append(path)
+    return [(os.path.realpath(path), path) for path in roots]
 
 
 def _command(mechanism: str, order: dict) -> list[str]:

@@ -12,8 +12,6 @@ with a class that equals everything, or by searching the interpreter for the tok
 the last line was reached. With bubblewrap, only time limits the number of files in /tmp.
 """
 
-from __future__ import annotations
-
 import functools
 import shutil
 import sys

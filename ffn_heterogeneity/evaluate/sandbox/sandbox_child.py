@@ -9,8 +9,6 @@ With bubblewrap, bwrap makes the namespaces and starts the keeper. Uses only the
 started by `sandbox/programs.py`, which does not fork (its process has threads).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -78,16 +76,16 @@ def mapper(inside: int) -> Callable[[], None]:
     `inside` later; other users can have only one id and become `inside` immediately.
     """
     pid = os.getpid()
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     helper = os.fork()
     if helper == 0:
-        os.close(tell)
-        os.read(told, 1)
+        os.close(write_end)
+        os.read(read_end, 1)
         os._exit(map_ids(pid, inside))
-    os.close(told)
+    os.close(read_end)
 
     def write_maps() -> None:
-        os.close(tell)
+        os.close(write_end)
         number = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
         if number:
             raise OSError(number, f"user ids of the namespace: {os.strerror(abs(number))}")

@@ -4,8 +4,6 @@ Uses only the standard library, nothing from this package, because a bare interp
 also inside the sandbox (evaluate/sandbox/sandbox_child.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -1,7 +1,5 @@
 """Export of GGUF files (F32, F16 or Q8_0) for llama.cpp and tools based on it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -82,8 +80,8 @@ def save_gguf(
         key: i for key, i in zip(TOKEN_IDS.values(), _ids(config), strict=True) if i is not None
     }
     fields |= {"general.file_type": TYPES[type], "general.quantization_version": 2}
-    told = {"name": hub_of(source) or public_text(source), "license": licence_of(source)}
-    fields |= {f"general.{key}": value for key, value in told.items() if source and value}
+    facts = {"name": hub_of(source) or public_text(source), "license": licence_of(source)}
+    fields |= {f"general.{key}": value for key, value in facts.items() if source and value}
     tensors = _tensors(config, family, leaves)
     back = _read_back(config, family, tensors)
     names = [name for name in vars(config) if name not in ("eos_id", "generation")]

@@ -5,8 +5,6 @@ views) and reports a truncated file as some numpy error; this parser takes 0.3 s
 Layout: magic, version, counts, key-value pairs, tensor table, padding, data; little-endian.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import mmap

@@ -3,8 +3,6 @@
 llama.cpp's converter permutes or shifts some tensors; each family's `gguf_transform` undoes that.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -47,7 +45,7 @@ def read_gguf_shapes(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
     """Return the result of `read_gguf` with shapes and dtypes as leaves; no weight is read."""
     config, family, tensors = _read_header(open_gguf(path))
     leaves = leaf_shapes(config, family.gguf_rules(config), tensors, ())
-    return config, jax.eval_shape(lambda own: restack(config, unflatten(own)), leaves)
+    return config, jax.eval_shape(lambda flat: restack(config, unflatten(flat)), leaves)
 
 
 def read_gguf_config(path: str | os.PathLike) -> ModelConfig:

@@ -4,8 +4,6 @@ Two kinds exist for our families: byte-level BPE (tokenizer.ggml.model "gpt2"), 
 is named by tokenizer.ggml.pre, and SentencePiece BPE ("llama"), whose merges follow the scores.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -199,8 +197,8 @@ def _add_tokens(tokenizer, tokens: Sequence[str], types: Sequence[int], normaliz
 
     special = [t for t, k in zip(tokens, types, strict=True) if k in (_CONTROL, _UNKNOWN)]
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
-    whole = [t for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
-    tokenizer.add_tokens([AddedToken(t, normalized=normalized) for t in whole])
+    user_defined = [t for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(t, normalized=normalized) for t in user_defined])
 
 
 def _special_tokens(tokens: Sequence[str], get) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """Conversion of a tokenizer to a GGUF file's fields: the inverse of tokenizer.py."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -100,10 +98,10 @@ def _special(tokenizer: Any) -> dict[str, Any]:
     """Special ids, and whether texts encoded with special tokens begin or end with them."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {theirs: getattr(tokenizer, f"{ours}_token_id") for ours, theirs in names.items()}
-    found = {f"{name}_token_id": i for name, i in ids.items() if i is not None}
+    fields = {f"{name}_token_id": i for name, i in ids.items() if i is not None}
     encoded = tokenizer("a")["input_ids"]
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     more = len(encoded) - len(plain)
-    found["add_bos_token"] = more > 0 and encoded[0] == ids["bos"]
-    found["add_eos_token"] = more > 0 and encoded[-1] == ids["eos"]
-    return found
+    fields["add_bos_token"] = more > 0 and encoded[0] == ids["bos"]
+    fields["add_eos_token"] = more > 0 and encoded[-1] == ids["eos"]
+    return fields

@@ -1,7 +1,5 @@
 """Model cards (README.md) of saved directories, and their upload to the hub."""
 
-from __future__ import annotations
-
 import collections
 import os
 import re
@@ -160,15 +158,15 @@ def _is_hub_id(text: str) -> bool:
 def _widths(facts: Mapping[str, Any]) -> str:
     """Describe the widths after a removal: "15 layers of 1,536, 15 of 1,152"."""
     widths = collections.Counter(facts.get("ffn_widths_after", ()))
-    told = ", ".join(f"{count:,} of {width:,}" for width, count in widths.items())
-    return told.replace(" of", " layers of", 1)
+    text = ", ".join(f"{count:,} of {width:,}" for width, count in widths.items())
+    return text.replace(" of", " layers of", 1)
 
 
 def licence_of(base: str) -> str:
     """License of the base as its card states it, or of a model that we know; "" if unknown."""
     card = Path(base) / CARD
-    if card.is_file() and (found := re.search(r"^license: *(\S+)", read_text(card), re.M)):
-        return found[1] if found[1] != "other" else ""
+    if card.is_file() and (matched := re.search(r"^license: *(\S+)", read_text(card), re.M)):
+        return matched[1] if matched[1] != "other" else ""
     name = Path(base).name.lower()
     return next((licence for key, licence in _LICENCES.items() if name.startswith(key)), "")
 

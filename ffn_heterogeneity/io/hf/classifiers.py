@@ -4,8 +4,6 @@ Transformers has no class for other poolings over depth. They are saved in struc
 plain model, and the model card shows PyTorch code that computes them (`torch_facts`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -58,7 +56,7 @@ def parts_of_class(
     """
     config = as_class(config, family)
     dense, pooler = f"{ROOT}/dense/", tree.get("pooler")
-    tree = {name: part for name, part in tree.items() if name not in ("head", "pooler")}
+    tree = {name: subtree for name, subtree in tree.items() if name not in ("head", "pooler")}
     if config.pooler:
         moved = {path: leaf for path, leaf in head.items() if path.startswith(dense)}
         tree["pooler"] = pooler or {path.removeprefix(dense): x for path, x in moved.items()}
@@ -155,15 +153,15 @@ def torch_facts(config: ModelConfig) -> dict[str, Any]:
     pooling, norm = head.settings["pooling"], head.settings["final_norm"]
     if pooling == "last" and (config.is_encoder or not head.settings["task"]):
         return {}
-    family, kind, part = family_by_name(config.family), "AutoModel", ""
+    family, kind, submodule = family_by_name(config.family), "AutoModel", ""
     if pooling == "last":
         kind = f"AutoModel{CLASS}"
     elif not config.is_encoder:  # AutoModel of transformers 4 does not find Gemma 3's weights
         names = {rule.paths[0]: rule.names[0] for rule in family.rules(config)}
-        kind, part = "AutoModelForCausalLM", "." + names["embed/embedding"].partition(".")[0]
+        kind, submodule = "AutoModelForCausalLM", "." + names["embed/embedding"].partition(".")[0]
     return {
         "kind": kind,
-        "part": part,
+        "part": submodule,
         "pooling": pooling,
         "pair": len((head.settings["fields"] or [[""]])[0]) > 1,
         "encoder": config.is_encoder,

@@ -8,8 +8,6 @@ of these, with a task's head on the last layer as `...ForSequenceClassification`
 (io/hf/classifiers.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -99,7 +97,7 @@ def save_pretrained(
         raise CheckpointError(
             f"{directory} exists and is not empty: choose another, or pass overwrite=True"
         )
-    params = {name: part for name, part in params.items() if name not in AUXILIARY}
+    params = {name: subtree for name, subtree in params.items() if name not in AUXILIARY}
     tree = unstack(jax.tree.map(np.asarray, params))
     head, family = config.head, families.family_by_name(config.family)
     heads = flatten({ROOT: tree.pop(ROOT)}) if head else {}
@@ -107,9 +105,9 @@ def save_pretrained(
     config = dataclasses.replace(config, head=None)
     if classifier:
         config, tree, heads = classifiers.parts_of_class(config, family, tree, heads)
-    kept = structural_leaves(flatten(tree)) if structure == "keep" else {}
+    structural = structural_leaves(flatten(tree)) if structure == "keep" else {}
     leaves = checked_leaves(config, tree)
-    if kept and export == "padded":
+    if structural and export == "padded":
         raise CheckpointError("structure='keep' and export='padded': fold it, or do not pad")
     form = choose_form(config, export)
     shapes = families.expected_shapes(form.config)
@@ -119,8 +117,8 @@ def save_pretrained(
         rules, more = classifiers.files_of_class(form.config, family, head)
         leaves |= heads
     else:
-        kept |= heads  # no other tool has a form for them
-    leaves, kept = cast(leaves, dtype), cast(kept, dtype)
+        structural |= heads  # no other tool has a form for them
+    leaves, structural = cast(leaves, dtype), cast(structural, dtype)
     facts = dict(extra or {})
     with local_directory(directory) as temporary:
         with open_pieces(temporary, _specs(rules, leaves), max_shard_bytes) as pieces:
@@ -128,8 +126,8 @@ def save_pretrained(
                 saved = rule.save([leaves[path] for path in rule.paths])
                 for name, array in zip(rule.names, saved, strict=True):
                     pieces.write(name, array)
-        if kept:
-            facts[KEY] = write_structure(temporary, kept, leaves)
+        if structural:
+            facts[KEY] = write_structure(temporary, structural, leaves)
         if head:
             facts[ROOT] = {"name": head.name, "settings": head.settings}
         dtypes = {leaf.dtype for leaf in leaves.values()}
@@ -184,8 +182,8 @@ def choose_form(config: ModelConfig, export: str) -> WrittenForm:
     if export == "native":
         return WrittenForm(config, export, values)
     # A classifier's class omits the language-model head; no key is needed.
-    whole = dataclasses.replace(config, lm_head=not config.is_encoder, generation="")
-    expressible = families.config_from_hf(values) == whole
+    expected = dataclasses.replace(config, lm_head=not config.is_encoder, generation="")
+    expressible = families.config_from_hf(values) == expected
     if export in ("padded", "deci") and not expressible:
         raise CheckpointError(
             f"the {config.family} config.json cannot express this model even with equal widths: "
@@ -278,8 +276,8 @@ def write_configs(
     config, values = form.config, form.values | {"dtype": dtype, "torch_dtype": dtype}
     section = dict(extra or {})
     if form.name == "native":
-        own = dataclasses.replace(config, generation="")  # it has a separate file
-        section |= {"config": config_to_dict(own), "ffn_widths": list(config.ffn_widths)}
+        stored_config = dataclasses.replace(config, generation="")  # it has a separate file
+        section |= {"config": config_to_dict(stored_config), "ffn_widths": list(config.ffn_widths)}
     values |= {NATIVE_KEY: section} if section else {}
     values |= more or {}
     _write_json(directory / "config.json", values)

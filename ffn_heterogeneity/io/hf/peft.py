@@ -7,8 +7,6 @@ the same for a base of Conv1D modules (GPT-2's kernels are stored [in, out]); `f
 describes the base: in PEFT, too, the module's class decides.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -132,10 +130,10 @@ def _leaves(rule: Rule, a, b, m, settings: Mapping[str, Any]) -> dict[str, np.nd
     scale, result = _scale(settings, rule.names[0].removesuffix(".weight"), len(a)), {}
     cut = [np.ascontiguousarray(x) for x in rule.load([b.astype(np.float32)])]
     lengths = rule.load([m.astype(np.float32)]) if m is not None else [None] * len(cut)
-    for path, own, length in zip(rule.paths, cut, lengths, strict=True):
+    for path, lora_b, length in zip(rule.paths, cut, lengths, strict=True):
         module = path.rpartition("/")[0]
         result[f"{module}/lora_a"] = np.ascontiguousarray(a.astype(np.float32).T)
-        result[f"{module}/lora_b"] = own
+        result[f"{module}/lora_b"] = lora_b
         result[f"{module}/lora_scale"] = np.full((1,), scale, np.float32)
         if length is not None:
             result[f"{module}/dora_m"] = np.ascontiguousarray(length)
@@ -232,21 +230,21 @@ def save_adapters(
 
     for rule, module in _modules(config):
         modules = [path.rpartition("/")[0] for path in rule.paths]
-        own = [m for m in modules if f"{m}/lora_a" in leaves]
-        if not own:
+        adapted = [m for m in modules if f"{m}/lora_a" in leaves]
+        if not adapted:
             continue
-        a, *others = stored(own, "lora_a")
-        if len(own) < len(modules) or not all(np.array_equal(a, other) for other in others):
+        a, *others = stored(adapted, "lora_a")
+        if len(adapted) < len(modules) or not all(np.array_equal(a, other) for other in others):
             raise CheckpointError(
                 f"torch's {module} holds {modules}, whose A differ: export folded weights"
             )
         tensors[f"{PREFIX}{module}.lora_A.weight"] = a.T
-        b = rule.save(stored(own, "lora_b"))[0]
+        b = rule.save(stored(adapted, "lora_b"))[0]
         tensors[f"{PREFIX}{module}.lora_B.weight"] = b.T if conv1d else b
-        if f"{own[0]}/dora_m" in leaves:
-            tensors[f"{PREFIX}{module}.{MAGNITUDE}"] = rule.save(stored(own, "dora_m"))[0]
+        if f"{adapted[0]}/dora_m" in leaves:
+            tensors[f"{PREFIX}{module}.{MAGNITUDE}"] = rule.save(stored(adapted, "dora_m"))[0]
         ranks[module] = a.shape[-1]
-        alphas[module] = float(leaves[f"{own[0]}/lora_scale"][0]) * ranks[module]
+        alphas[module] = float(leaves[f"{adapted[0]}/lora_scale"][0]) * ranks[module]
     if not tensors:
         raise CheckpointError("the model has no LoRA adapters")
     rank, alpha = max(ranks.values()), next(iter(alphas.values()))

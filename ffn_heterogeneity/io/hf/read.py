@@ -4,8 +4,6 @@
 Its inverse, `save_pretrained`, is in `export.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
@@ -30,15 +28,8 @@ from ffn_heterogeneity.models.config import ConfigError, HeadConfig, ModelConfig
 from ffn_heterogeneity.models.families import Family, Rule, config_from_hf, family_by_name
 from ffn_heterogeneity.wording import first_line, some
 
-_HUB_PATTERNS = [
-    "config.json",
-    GENERATION,
-    "model.safetensors",
-    "model-*.safetensors",
-    safetensors.INDEX,
-    "structure/*",
-    *tokenizer_files.FILES,
-]
+_HUB_PATTERNS = ["config.json", GENERATION, "model.safetensors", "model-*.safetensors"]
+_HUB_PATTERNS += [safetensors.INDEX, "structure/*", *tokenizer_files.FILES]
 
 
 def read_config(directory: str | os.PathLike) -> ModelConfig:
@@ -58,10 +49,10 @@ def _described(directory: str | os.PathLike) -> tuple[ModelConfig, Family, dict[
     values = read_object(path)
     try:
         native = values.get(NATIVE_KEY, {})
-        own = "config" in native
-        config = config_from_dict(native["config"]) if own else config_from_hf(values)
+        is_native = "config" in native
+        config = config_from_dict(native["config"]) if is_native else config_from_hf(values)
         family = family_by_name(config.family)
-        by_tensors = None if own else family.by_tensors
+        by_tensors = None if is_native else family.by_tensors
         # The tensors' names decide what config.json does not specify.
         asked = by_tensors is not None or not values.get("architectures")
         names = _names(directory, family) if asked else set()
@@ -79,15 +70,15 @@ def _described(directory: str | os.PathLike) -> tuple[ModelConfig, Family, dict[
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} is incomplete or malformed: {error!r}") from None
-    if own and list(config.ffn_widths) != native.get("ffn_widths", list(config.ffn_widths)):
+    if is_native and list(config.ffn_widths) != native.get("ffn_widths", list(config.ffn_widths)):
         raise CheckpointError(f"{path}: {NATIVE_KEY}.ffn_widths disagrees with its config")
     return with_generation(config, Path(directory)), family, values
 
 
 def _names(directory: str | os.PathLike, family: Family) -> set[str]:
     """Names of the directory's tensors in the family's form; empty if it has none."""
-    found = safetensors.open_directory(directory) if safetensors.is_there(directory) else ()
-    return {family.own_name(name) for name in found}
+    tensors = safetensors.open_directory(directory) if safetensors.is_there(directory) else ()
+    return {family.own_name(name) for name in tensors}
 
 
 def read_pretrained(
@@ -119,10 +110,12 @@ def read_shapes(directory: str | os.PathLike) -> tuple[ModelConfig, dict]:
     """
     config, family, values = _described(directory)
     section = _structure_section(directory, values)
-    leaves = leaf_shapes(config, *_tables(directory, config, family, values, told=False))
-    kept = open_directory(Path(directory) / FOLDER) if section else {}
-    own = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, (leaf, _) in kept.items()}
-    return config, jax.eval_shape(functools.partial(put_back, config), leaves, own)
+    leaves = leaf_shapes(config, *_tables(directory, config, family, values, verbose=False))
+    stored = open_directory(Path(directory) / FOLDER) if section else {}
+    structural = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, (leaf, _) in stored.items()
+    }
+    return config, jax.eval_shape(functools.partial(put_back, config), leaves, structural)
 
 
 def _tables(
@@ -130,10 +123,10 @@ def _tables(
     config: ModelConfig,
     family: Family,
     values: Mapping[str, Any],
-    told: bool = True,
+    verbose: bool = True,
 ) -> tuple:
     """(rules, tensors, regexes of redundant ones, shapes of additional leaves)."""
-    tensors, rules = _stored(directory, config, family, told), family.rules(config)
+    tensors, rules = _stored(directory, config, family, verbose), family.rules(config)
     if classifiers.is_class(values, family, tensors):
         rules = [*rules, *classifiers.head_rules(family)]
         return rules, tensors, family.redundant, head_shapes(config)
@@ -161,19 +154,19 @@ def open_pretrained(
 
 def _structure_section(directory: str | os.PathLike, values: Mapping[str, Any]) -> dict:
     """Section of config.json about saved structure (io/hf/structure.py); empty if there is none."""
-    own = values.get(NATIVE_KEY, {})
-    section = own.get(KEY, {}) if isinstance(own, dict) else None
+    native = values.get(NATIVE_KEY, {})
+    section = native.get(KEY, {}) if isinstance(native, dict) else None
     if not isinstance(section, dict):
         raise CheckpointError(f"{directory}/config.json: {NATIVE_KEY}.{KEY} is no object")
     return section
 
 
 def _stored(
-    directory: str | os.PathLike, config: ModelConfig, family: Family, told: bool = True
+    directory: str | os.PathLike, config: ModelConfig, family: Family, verbose: bool = True
 ) -> dict[str, Stored]:
     """Return the directory's tensors by the family's names, without unused ones.
 
-    Unused are pre-training heads, and a pooler that the model's class does not read; with `told`
+    Unused are pre-training heads, and a pooler that the model's class does not read; with `verbose`
     they are listed on stderr.
 
     Raises:
@@ -183,17 +176,19 @@ def _stored(
     left_out = []
     unused = (*family.left_out, *(() if config.pooler else (r"pooler\..*",)))
     for name, (view, file) in safetensors.open_directory(directory).items():
-        own = family.own_name(name)
-        if any(re.fullmatch(pattern, own) for pattern in unused):
+        tensor_name = family.own_name(name)
+        if any(re.fullmatch(pattern, tensor_name) for pattern in unused):
             left_out.append(name)
             continue
-        if own in tensors:
-            other = tensors[own].name
+        if tensor_name in tensors:
+            other = tensors[tensor_name].name
             raise CheckpointError(
                 f"{file}: {name!r} and {other!r} are the same tensor of the model"
             )
-        tensors[own] = Stored(view.shape, str(file), lambda view=view: view, name, view.dtype)
-    if left_out and told:
+        tensors[tensor_name] = Stored(
+            view.shape, str(file), lambda view=view: view, name, view.dtype
+        )
+    if left_out and verbose:
         what = f"{len(left_out)} tensors that the model does not use"
         print(f"left out: {what}: {some(left_out, 2)}", file=sys.stderr)
     return tensors

@@ -10,8 +10,6 @@ A directory that keeps its structure holds
 or if the folded weights have changed (e.g. another tool trained them).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re
@@ -42,17 +40,17 @@ FOLDER, KEY = "structure", "structure"
 
 def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Leaves of an unstacked tree that folding would lose, and the kernels that they modify."""
-    own, touched = adapter_leaves(), set()
+    adapter_names, touched = adapter_leaves(), set()
     for path in leaves:
         module, _, name = path.rpartition("/")
-        if name in own:
+        if name in adapter_names:
             touched.add(module)
         elif name in FFN_LEAVES:
             touched.add(f"{module}/down")
 
     def structural(path: str) -> bool:
         module, _, name = path.rpartition("/")
-        return name in FFN_LEAVES or module in touched and name in {*own, "kernel"}
+        return name in FFN_LEAVES or module in touched and name in {*adapter_names, "kernel"}
 
     return {path: leaf for path, leaf in leaves.items() if structural(path)}
 
@@ -82,8 +80,8 @@ def fold(config: ModelConfig, tree: dict) -> dict:
     Raises:
       LeafError: a leaf in the layers is not declared, or has other axes than declared.
     """
-    for layer, own in enumerate(tree["layers"]):
-        declared_at(config, Place(layer, None, ""), own)
+    for layer, leaves in enumerate(tree["layers"]):
+        declared_at(config, Place(layer, None, ""), leaves)
     return _folded(tree)
 
 
@@ -113,21 +111,21 @@ def _folded(node: Any, place: str = "") -> Any:
 
 
 def write_structure(
-    directory: Path, kept: Mapping[str, np.ndarray], folded: Mapping[str, np.ndarray]
+    directory: Path, structural: Mapping[str, np.ndarray], folded: Mapping[str, np.ndarray]
 ) -> dict[str, str]:
     """Write `<directory>/structure/`; return its section of config.json with the digests.
 
     Args:
-      kept: from `structural_leaves`.
+      structural: from `structural_leaves`.
       folded: path -> leaf of the weights in the checkpoint.
     """
     folder = directory / FOLDER
     folder.mkdir()
-    specs = {path: Spec(leaf.shape, leaf.dtype) for path, leaf in kept.items()}
+    specs = {path: Spec(leaf.shape, leaf.dtype) for path, leaf in structural.items()}
     with open_pieces(folder, specs, 5 * 10**9) as pieces:
-        for path, leaf in kept.items():
+        for path, leaf in structural.items():
             pieces.write(path, leaf)
-    return {"files": _digest_of_files(folder), "folded": _digest(folded, _kernels(kept))}
+    return {"files": _digest_of_files(folder), "folded": _digest(folded, _kernels(structural))}
 
 
 def read_structure(
@@ -152,44 +150,46 @@ def read_structure(
         )
     if _digest_of_files(folder) != section.get("files"):
         raise CheckpointError(f"{folder} was altered or cut: copy the directory again")
-    kept = _read(folder, config)
-    if _digest(leaves, _kernels(kept)) != section.get("folded"):
+    structural = _read(folder, config)
+    if _digest(leaves, _kernels(structural)) != section.get("folded"):
         raise CheckpointError(
             f"{directory}: the weights are not those that {FOLDER}/ was written with (trained by "
             f"another tool?): remove {FOLDER}/ and its section in config.json to read them alone"
         )
-    return put_back(config, cast(leaves, dtype), cast(kept, dtype))
+    return put_back(config, cast(leaves, dtype), cast(structural, dtype))
 
 
-def put_back(config: ModelConfig, leaves: Mapping[str, Any], kept: Mapping[str, Any]) -> dict:
+def put_back(config: ModelConfig, leaves: Mapping[str, Any], structural: Mapping[str, Any]) -> dict:
     """Stack the folded weights with the leaves of structure/; also works on shapes."""
     # Quantized codes replace the kernel that they represent.
-    gone = {f"{path.rpartition('/')[0]}/kernel" for path in kept} - set(kept)
-    whole = {path: leaf for path, leaf in leaves.items() if path not in gone}
-    return restack(config, unflatten(whole | dict(kept)))
+    gone = {f"{path.rpartition('/')[0]}/kernel" for path in structural} - set(structural)
+    plain = {path: leaf for path, leaf in leaves.items() if path not in gone}
+    return restack(config, unflatten(plain | dict(structural)))
 
 
 def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
     """Cast the leaves to `dtype` (None: unchanged), except those that are data."""
-    beside, new = adapter_leaves() | FFN_LEAVES, dict(leaves)
-    data = {name for name, leaf in beside.items() if not leaf.trains}
+    declared, new = adapter_leaves() | FFN_LEAVES, dict(leaves)
+    data = {name for name, leaf in declared.items() if not leaf.trains}
     for path, leaf in leaves.items():
         if dtype is not None and path.split("/")[-1] not in data:
             new[path] = narrowed(path, leaf, dtype)
     return new
 
 
-def _head_shapes(folder: Path, config: ModelConfig, kept: Mapping[str, Any]) -> dict[str, tuple]:
+def _head_shapes(
+    folder: Path, config: ModelConfig, structural: Mapping[str, Any]
+) -> dict[str, tuple]:
     """{leaf: shape} that the head in structure/ must have.
 
     A head whose module is not imported may have any leaves.
     """
-    found = {path: leaf.shape for path, leaf in kept.items() if path.startswith(f"{ROOT}/")}
-    if not (found and config.head and config.head.name in HEADS):
-        return found
+    stored = {path: leaf.shape for path, leaf in structural.items() if path.startswith(f"{ROOT}/")}
+    if not (stored and config.head and config.head.name in HEADS):
+        return stored
     shapes = head_shapes(config)
     # (In an older version a head on RoBERTa's pooler had no dense layer.)
-    if lacking := {*shapes} - {*found, f"{ROOT}/dense/kernel", f"{ROOT}/dense/bias"}:
+    if lacking := {*shapes} - {*stored, f"{ROOT}/dense/kernel", f"{ROOT}/dense/bias"}:
         raise CheckpointError(f"{folder}: the head lacks {sorted(lacking)}")
     return shapes
 
@@ -200,10 +200,10 @@ def _read(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     Raises:
       CheckpointError: a leaf is not declared or differs from its declaration; names the leaf.
     """
-    kept = {path: np.array(view) for path, (view, _) in open_directory(folder).items()}
+    structural = {path: np.array(view) for path, (view, _) in open_directory(folder).items()}
     modules: dict[str, dict[str, np.ndarray]] = {}
-    heads = _head_shapes(folder, config, kept)
-    for path, leaf in kept.items():
+    heads = _head_shapes(folder, config, structural)
+    for path, leaf in structural.items():
         module, _, name = path.rpartition("/")
         said, sized = _declared(config, path, leaf)
         # Axes without a declared size (a rank) may have any.
@@ -223,16 +223,16 @@ def _read(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
             if not leaf.size or not np.all(np.diff([-1, *leaf.tolist(), end]) > 0):
                 raise CheckpointError(f"{folder}: {path!r} must rise, from 0 to below {end}")
         modules.setdefault(module, {})[name] = leaf
-    for module, own in modules.items():
+    for module, leaves in modules.items():
         with naming(f"{folder}: {module}", raised=CheckpointError):
-            axes = [pair for adapter in adapters_of(own) for pair in adapter.leaves.items()]
-        if "dora_m" in own and "lora_a" not in own:
+            axes = [pair for adapter in adapters_of(leaves) for pair in adapter.leaves.items()]
+        if "dora_m" in leaves and "lora_a" not in leaves:
             raise CheckpointError(f"{folder}: {module}: DoRA's lengths without LoRA's factors")
-        found = ((own[name].shape, leaf.axis("rank")) for name, leaf in axes)
-        ranks = {shape[axis] for shape, axis in found if axis is not None}
+        ranked = ((leaves[name].shape, leaf.axis("rank")) for name, leaf in axes)
+        ranks = {shape[axis] for shape, axis in ranked if axis is not None}
         if len(ranks) > 1:
             raise CheckpointError(f"{folder}: {module}: its leaves differ in rank {sorted(ranks)}")
-    return kept
+    return structural
 
 
 def _declared(
@@ -255,10 +255,10 @@ def _declared(
     return said, sized
 
 
-def _kernels(kept: Iterable[str]) -> list[str]:
+def _kernels(paths: Iterable[str]) -> list[str]:
     """Paths of the folded weights that the structure replaces."""
     modules = set()
-    for path in kept:
+    for path in paths:
         module, _, name = path.rpartition("/")
         if not path.startswith(f"{ROOT}/") and name not in FFN_LEAVES:
             modules.add(module)

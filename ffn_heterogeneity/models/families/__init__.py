@@ -3,8 +3,6 @@
 To add a family, write a module with a `FAMILY` and add an entry to `_MODULES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

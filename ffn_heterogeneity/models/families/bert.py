@@ -1,7 +1,5 @@
 """BERT (uncased base and large) and MiniLM: encoders with two token types and a pooler."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ For a model whose checkpoint holds one tensor per leaf it needs presets, `from_h
 two name tables (`names.py`); `rules.py` makes rules of a table, and of fused tensors (GPT-NeoX's).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -4,8 +4,6 @@ Its readers (llama.cpp's converter, mlx-lm, vLLM) take `ffn_mult` and round 2/3 
 to a multiple of 256, so other widths cannot be written. No code comes with it (`auto_map`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,14 +61,14 @@ def from_deci(values: Mapping[str, Any]) -> dict[str, Any]:
     blocks, groups, widths = values["block_configs"], set(), []
     for i, block in enumerate(blocks):
         attention, ffn = block["attention"], block["ffn"]
-        found = [
+        extra = [
             k
-            for part in (attention, ffn)
-            for k, v in part.items()
+            for section in (attention, ffn)
+            for k, v in section.items()
             if k not in _NUMBERS and v not in (None, False, "silu")
         ]
-        if found:
-            raise ConfigError(f"block_configs of layer {i} sets {', '.join(found)}: not known here")
+        if extra:
+            raise ConfigError(f"block_configs of layer {i} sets {', '.join(extra)}: not known here")
         groups.add(attention["n_heads_in_group"])
         inner = int(2 * (ffn.get("ffn_mult") or 0) * values["hidden_size"] / 3)
         widths.append(-(-inner // STEP) * STEP if inner else ffn["intermediate_size"])

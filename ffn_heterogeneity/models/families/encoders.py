@@ -4,8 +4,6 @@ They have learned positions and token types, norms, biases and plain FFNs with e
 pre-training heads are not supported.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Collection, Mapping
@@ -33,9 +31,9 @@ def encoder(family: str, widths, fields: Mapping[str, Any], **more: Any) -> Mode
     """An encoder of this kind with these FFN widths; `more` takes priority over `fields`."""
     kind = {"ffn_kind": "plain", "rope": None, "causal": False, "norm_placement": "post"}
     biases = dict.fromkeys(("attention_bias", "attention_out_bias", "ffn_bias"), True)
-    own = {"norm_kind": "layer", "positions": "learned", "embedding_norm": True, "lm_head": False}
+    fixed = {"norm_kind": "layer", "positions": "learned", "embedding_norm": True, "lm_head": False}
     layers = tuple(LayerConfig(width, **kind) for width in widths)
-    return ModelConfig(family, layers=layers, **{**fields, **biases, **own, **more})
+    return ModelConfig(family, layers=layers, **{**fields, **biases, **fixed, **more})
 
 
 def published(family: str, shape: tuple[int, int, int], **fields: Any) -> ModelConfig:
@@ -65,8 +63,8 @@ def from_hf(
     for key in ("is_decoder", "add_cross_attention"):
         if values.get(key):
             raise ConfigError(f"{key}=true: {family} is supported only as an encoder")
-    own = {"rms_norm_eps": values["layer_norm_eps"], "num_key_value_heads": None, "head_dim": None}
-    fields = common.base_from_hf({**values, **own, "tie_word_embeddings": True}, {})
+    base = {"rms_norm_eps": values["layer_norm_eps"], "num_key_value_heads": None, "head_dim": None}
+    fields = common.base_from_hf({**values, **base, "tie_word_embeddings": True}, {})
     fields["activation"] = common.activation_from_hf(values["hidden_act"])
     return encoder(
         family,
@@ -140,8 +138,8 @@ def family(
         by_tensors=by_tensors,
         prefix=f"{name}.",
         classifier={
-            f"{module}/{leaf}": f"{own}.{tensor}"
-            for module, own in classifier.items()
+            f"{module}/{leaf}": f"{stored}.{tensor}"
+            for module, stored in classifier.items()
             for leaf, tensor in parts
         },
     )

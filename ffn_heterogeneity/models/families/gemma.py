@@ -1,7 +1,5 @@
 """Gemma 1 (2B, 7B), and the common part of all Gemmas: norms minus one, scaled embeddings."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

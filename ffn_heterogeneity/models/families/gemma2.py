@@ -1,7 +1,5 @@
 """Gemma 2 (2B, 9B, 27B): alternating windows (even layers local), soft-caps, post-norms."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

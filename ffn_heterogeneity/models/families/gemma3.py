@@ -1,7 +1,5 @@
 """Gemma 3, text models (270M, 1B): five local layers to one global, two thetas, QK-norm."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,9 +65,9 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
-    found = {layer.window is None: layer.rope for layer in reversed(config.layers)}
-    full = ropes.rope_to_hf(found.get(True, RopeConfig(_GLOBAL_THETA)))
-    local = ropes.rope_to_hf(found.get(False, RopeConfig(_LOCAL_THETA)))
+    by_scope = {layer.window is None: layer.rope for layer in reversed(config.layers)}
+    full = ropes.rope_to_hf(by_scope.get(True, RopeConfig(_GLOBAL_THETA)))
+    local = ropes.rope_to_hf(by_scope.get(False, RopeConfig(_LOCAL_THETA)))
     values = common.base_to_hf(config, "gemma3_text", "Gemma3ForCausalLM")
     del values["hidden_act"]  # its class has only `hidden_activation`
     return values | {

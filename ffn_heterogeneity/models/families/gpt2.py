@@ -3,8 +3,6 @@
 Files store kernels like OpenAI's Conv1D, [in, out] as here, with queries, keys and values in one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -40,9 +38,9 @@ _NOT_THEIRS = {"num_key_value_heads", "head_dim", "attention_bias", "attention_d
 
 def _config(widths, fields: Mapping[str, Any], **more: Any) -> ModelConfig:
     layers = tuple(LayerConfig(width, ffn_kind="plain", rope=None) for width in widths)
-    own = dict.fromkeys(("attention_bias", "attention_out_bias", "ffn_bias"), True)
-    own |= {"norm_kind": "layer", "positions": "learned"}
-    return ModelConfig("gpt2", layers=layers, **{**fields, **own, **more})
+    fixed = dict.fromkeys(("attention_bias", "attention_out_bias", "ffn_bias"), True)
+    fixed |= {"norm_kind": "layer", "positions": "learned"}
+    return ModelConfig("gpt2", layers=layers, **{**fields, **fixed, **more})
 
 
 _SIZES = {"vocab_size": 50_257, "d_model": 768, "n_heads": 12, "n_kv_heads": 12, "head_dim": 64}
@@ -54,10 +52,10 @@ PRESETS = {"gpt2": (_SMALL, "openai-community/gpt2")}
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a GPT2LMHeadModel or GPT2Model; ConfigError for another form of attention."""
     # Its class reads only `n_inner`.
-    own = {_KEYS.get(key, key): v for key, v in values.items() if key != "intermediate_size"}
+    renamed = {_KEYS.get(key, key): v for key, v in values.items() if key != "intermediate_size"}
     sizes = {"max_position_embeddings": values.get("n_ctx") or 1024}
-    sizes["intermediate_size"] = 4 * (own.get("hidden_size") or 0)
-    values = common.with_defaults(own, _DEFAULTS | _FIXED | sizes)
+    sizes["intermediate_size"] = 4 * (renamed.get("hidden_size") or 0)
+    values = common.with_defaults(renamed, _DEFAULTS | _FIXED | sizes)
     for key, value in _FIXED.items():
         if bool(values[key]) != value:
             raise ConfigError(f"{key}={values[key]!r}: gpt2 is supported only with {value}")
@@ -112,20 +110,20 @@ def _conv1d(paths: list[str], name: str, shapes: Mapping[str, tuple[int, ...]]) 
         (name,),
         lambda arrays: np.split(arrays[0], ends[:-1], axis=-1),
         lambda leaves: [np.concatenate(leaves, axis=-1)],
-        lambda found: [(*found[0][:-1], sum(shape[-1] for shape in found))],
+        lambda leaf_shapes: [(*leaf_shapes[0][:-1], sum(shape[-1] for shape in leaf_shapes))],
     )
 
 
 def _rules(config: ModelConfig) -> list[rules.Rule]:
     shapes = expected_shapes(config)
-    found = rules.one_to_one(config, _NAMES, but=r"/(attention|ffn)/(q|k|v|out|up|down)/")
+    all_rules = rules.one_to_one(config, _NAMES, but=r"/(attention|ffn)/(q|k|v|out|up|down)/")
     for i in range(config.n_layers):
         for module, places in _CONV1D.items():
             for leaf, tensor in (("kernel", "weight"), ("bias", "bias")):
                 paths = [f"layers/{i}/{place}/{leaf}" for place in places]
                 if paths[0] in shapes:
-                    found.append(_conv1d(paths, f"transformer.h.{i}.{module}.{tensor}", shapes))
-    return found
+                    all_rules.append(_conv1d(paths, f"transformer.h.{i}.{module}.{tensor}", shapes))
+    return all_rules
 
 
 def own_name(name: str) -> str:

@@ -4,8 +4,6 @@ LayerNorms with bias, biases everywhere, plain FFNs with exact GELU, attention a
 on the residual stream, 25% of each head rotated, one tensor for queries, keys and values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,8 +62,8 @@ PRESETS = {
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a GPTNeoXForCausalLM."""
     values = common.with_defaults(values, _DEFAULTS)
-    own = {"rms_norm_eps": values["layer_norm_eps"], "num_key_value_heads": None, "head_dim": None}
-    fields = common.base_from_hf(values | own, {})
+    base = {"rms_norm_eps": values["layer_norm_eps"], "num_key_value_heads": None, "head_dim": None}
+    fields = common.base_from_hf(values | base, {})
     theta = {"rope_theta": values.get("rotary_emb_base") or 10_000.0}
     fraction = values.get("rotary_pct", _FRACTION)
     return _config(

@@ -1,7 +1,5 @@
 """Llama 1, 2, 3, 3.1, 3.2, and the models that share its architecture (`llama_presets.py`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Published models of Llama's architecture: Llama, SmolLM2, DeepSeek, LayerSkip."""
 
-from __future__ import annotations
-
 from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
 from ffn_heterogeneity.models.families import common
 

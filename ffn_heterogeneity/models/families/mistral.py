@@ -1,7 +1,5 @@
 """Mistral 7B: Llama's block, every layer with the same sliding window (v0.1) or none."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

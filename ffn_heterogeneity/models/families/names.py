@@ -1,7 +1,5 @@
 """Tables of tensor names: Llama's, Gemma's with post-norms, llama.cpp's, BERT's."""
 
-from __future__ import annotations
-
 from ffn_heterogeneity.models.families.rules import name_table
 
 _HF_TOP = {

@@ -1,7 +1,5 @@
 """OLMo 1 (1B, 7B, 7B April 2024): Llama's block with norms that have no parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

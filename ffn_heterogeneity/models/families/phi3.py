@@ -1,7 +1,5 @@
 """Phi-3 (mini and medium, 4k): Llama's block with fused projections and a window."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,13 +54,13 @@ def _rules_of(names: Mapping[str, str], qkv: str, gate_up: str):
     def made(config: ModelConfig) -> list[rules.Rule]:
         heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
         rows = [count * config.head_dim for count in heads.values()]
-        found = rules.one_to_one(config, names, but=r"/attention/[qkv]/|/ffn/(gate|up)/")
+        all_rules = rules.one_to_one(config, names, but=r"/attention/[qkv]/|/ffn/(gate|up)/")
         for i, width in enumerate(config.ffn_widths):
             paths = [f"layers/{i}/attention/{name}/kernel" for name in heads]
-            found.append(rules.stacked(paths, qkv.format(i=i), rows))
+            all_rules.append(rules.stacked(paths, qkv.format(i=i), rows))
             paths = [f"layers/{i}/ffn/{name}/kernel" for name in ("gate", "up")]
-            found.append(rules.stacked(paths, gate_up.format(i=i), [width, width]))
-        return found
+            all_rules.append(rules.stacked(paths, gate_up.format(i=i), [width, width]))
+        return all_rules
 
     return made
 

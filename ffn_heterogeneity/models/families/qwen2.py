@@ -3,8 +3,6 @@
 `qwen3.py` shares its readers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

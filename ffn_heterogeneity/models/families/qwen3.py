@@ -1,7 +1,5 @@
 """Qwen3, dense (0.6B to 32B): Llama's block with norms over each head of queries and keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

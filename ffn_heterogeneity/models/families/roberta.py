@@ -4,8 +4,6 @@ Its table of positions begins with padding id + 1 rows that no token uses. Its c
 first token directly, so models saved with a head have no pooler.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Rotary embeddings of a config.json, as transformers 4 and 5 write them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules that map leaves to tensors of a file, with permutations of their elements."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +29,13 @@ class Rule:
 
     def stored_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Shapes that the file's tensors must have if the leaves have `shapes`."""
-        found = [shapes[path] for path in self.paths]
+        leaf_shapes = [shapes[path] for path in self.paths]
         if self.shapes is not None:
-            return self.shapes(found)
+            return self.shapes(leaf_shapes)
         empty = np.zeros((), np.int8)
-        return [a.shape for a in self.save([np.broadcast_to(empty, shape) for shape in found])]
+        return [
+            a.shape for a in self.save([np.broadcast_to(empty, shape) for shape in leaf_shapes])
+        ]
 
 
 def one_tensor(path: str, name: str) -> Rule:
@@ -87,8 +87,8 @@ def fused(paths: Sequence[str], name: str, groups: int) -> Rule:
         rows = [leaf.T.reshape(groups, 1, -1, *fan_in) for leaf in leaves]
         return [np.concatenate(rows, axis=1).reshape(-1, *fan_in)]
 
-    def shapes(found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        return [(sum(shape[-1] for shape in found), *found[0][:-1])]
+    def shapes(leaf_shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [(sum(shape[-1] for shape in leaf_shapes), *leaf_shapes[0][:-1])]
 
     return Rule(tuple(paths), (name,), load, save, shapes)
 
@@ -98,13 +98,13 @@ def stacked(paths: Sequence[str], name: str, rows: Sequence[int]) -> Rule:
     ends = np.cumsum(rows)[:-1]
 
     def load(arrays: Arrays) -> Arrays:
-        return [part.T for part in np.split(arrays[0], ends)]
+        return [kernel.T for kernel in np.split(arrays[0], ends)]
 
     def save(leaves: Arrays) -> Arrays:
         return [np.concatenate([leaf.T for leaf in leaves])]
 
-    def shapes(found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        return [(sum(rows), found[0][0])]
+    def shapes(leaf_shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [(sum(rows), leaf_shapes[0][0])]
 
     return Rule(tuple(paths), (name,), load, save, shapes)
 
