@@ -208,7 +208,7 @@ def moved(compiled) -> list[tuple[str, list[list[int]]]]:
 
 
 def nucl() -> dict:
-    """What NUCL's value and gradient move, beside the listing under autodiff."""
+    """Bytes moved by NUCL's value and gradient, and by the listing under autodiff."""
     layers, m, n, found = 4, 64, 32, {}
     for shape in MESHES:
         mesh = partition.make_mesh(*shape)

@@ -127,7 +127,7 @@ def heat(panels: Sequence[Panel]):
 
 
 def _plain_scale(axis, values: Sequence[float]) -> None:
-    """Whole numbers at the ticks, not distances from one; what hardly differs looks level."""
+    """Show values at the ticks, not offsets; values that hardly differ form a level line."""
     axis.yaxis.get_major_formatter().set_useOffset(False)
     low, high = min(values), max(values)
     room = 0.001 * max(abs(low), abs(high))
@@ -163,7 +163,7 @@ def _axes(rows: int, columns: int, width: float, height: float):
 
 
 def save(figure, path: str | os.PathLike) -> None:
-    """Writes the figure whole, as PNG."""
+    """Write the figure as PNG, atomically."""
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         figure.savefig(file, format="png", dpi=DPI, bbox_inches="tight")
 

@@ -156,7 +156,7 @@ def test_logits_agree(torch, tiny):
 @pytest.mark.parametrize("where", ["top", "both", "neither"])
 @pytest.mark.parametrize("name", ["phi3", "llama", "gpt_neox"])
 def test_where_a_config_says_how_much_is_rotated(torch, tmp_path, name, where):
-    """Phi-3 reads it beside rope_parameters, too, and of both those; others do not."""
+    """Phi-3 reads it next to rope_parameters, too, and prefers those; others do not."""
     torch_model(name).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     rope = values["rope_parameters"]
