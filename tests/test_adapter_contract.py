@@ -1,4 +1,4 @@
-"""What every adapter must do: the table is of their leaves, and an adapter without fails here."""
+"""The contract of every adapter: a table of leaves; an adapter that is not in it fails."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ ADAPTER_LEAVES = {
 
 
 def leaves_of(adapter, rng, kernel) -> dict:
-    """Leaves of the table, else numbers between a half and 1.5 of the sizes that its axes say."""
+    """Leaves of the table, or numbers from 0.5 to 1.5 with the shape of the axes."""
     if adapter.name in ADAPTER_LEAVES:
         return ADAPTER_LEAVES[adapter.name](rng, kernel)
     sizes = {"in": kernel.shape[-2], "out": kernel.shape[-1], "rank": 2, "one": 1}
@@ -94,7 +94,7 @@ def test_adapter(adapter):
 
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=lambda adapter: adapter.name)
 def test_adapter_in_a_model(adapter):
-    """Its leaves are read in every kernel; rules cover them; surgery knows them or says so."""
+    """Its leaves are read in every kernel and have rules; surgeries support or reject them."""
     config = WIDE if adapter.base else LLAMA
     rng, tree = np.random.default_rng(0), unstack(random_params(config))
     for layer in tree["layers"]:

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says a new piece costs: its diffs, applied to a copy of the tree and run."""
+"""The diffs of CONTRIBUTING.md for new pieces, applied to a copy of the tree and run."""
 
 import json
 import re
@@ -16,12 +16,12 @@ from ffn_heterogeneity.tree import flatten
 SMALL = {"steps": 2, "batch_size": 2, "eval.max_batches": 1, "tensorboard": "false"}
 
 
-# Of each its own tree: it and the diff of an adapter change one line.
+# Each of these diffs gets a separate tree, because it and an adapter's diff change one line.
 ALONE = ("families/seed_oss.py", "surgery/weaken.py")
 
 
 def with_diffs(root, alone: bool):
-    """A copy of what runs, with the diffs of CONTRIBUTING.md in it, or those of `ALONE`."""
+    """A copy of the code with the diffs of CONTRIBUTING.md, or with those of `ALONE`."""
     for name in ("ffn_heterogeneity", "configs", "scripts", "tests", "docs"):
         ignored = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
@@ -59,7 +59,7 @@ def run(copy, *commands, program=SCRIPTS) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The tree with the diffs in it, after the commands that its tests look at."""
+    """The tree with the diffs, after the commands whose results the tests check."""
     copy, rng = with_diffs(tmp_path_factory.mktemp("copy"), False), np.random.default_rng(0)
     for name, count in (("train", 64), ("held_out", 9)):
         letters = [list(("nopqrstuvwxyz", "abcdefghijklm")[i % 2]) for i in range(count)]
@@ -105,7 +105,7 @@ def test_a_loss_and_a_probe(copy):
 
 def test_a_task(copy):
     """The new task trains, and its questions are answered and scored."""
-    # (Without its structure: nobody outside of the copy knows the adapter.)
+    # (Without its structure: only the copy knows the adapter.)
     shutil.rmtree(copy / "solved" / "model" / "structure")
     told = json.loads((copy / "solved" / "model" / "config.json").read_text())
     del told["ffn_heterogeneity"]
@@ -124,7 +124,7 @@ CONTRACTS = ("contracts", "slips", "adapter_contract", "architecture")
 
 
 def contracts(copy, *chosen, flags=()) -> None:
-    """The tests of the copy itself, with the pieces in it."""
+    """The tests of the copy, with the new pieces."""
     files = [f"tests/{name}" for name in (*(f"test_{x}.py" for x in CONTRACTS), *chosen)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *flags]
     done = run_program(*command, cwd=copy, PYTHONPATH=str(copy), CI="", RUN_SLOW="0")
@@ -193,7 +193,7 @@ for options in ({}, {"export": "native"}):
 
 
 def test_a_leaf(copy):
-    """One declaration: it is drawn, trained, cut, counted and pruned around; export names it."""
+    """One declaration: it is initialised, trained, sharded, counted, kept; export rejects it."""
     run(copy, program=LEAF)
 
 

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: arrows point one way, files stay short."""
+"""Rules that can be checked automatically: the order of imports, short files."""
 
 import ast
 import importlib
@@ -10,16 +10,16 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "ffn_heterogeneity"
-# Every room: one may import those before it, and its own, so that any two have ONE direction.
+# Every room may import those before it, and itself, so that any two have ONE direction.
 ORDER = ("tree", "wording", "progress", "adapters", "parallel", "models")
 ORDER += ("probes", "heads", "losses", "data", "io", "surgery", "report", "papers", "evaluate")
 ORDER += ("train", "bench", "launch", "api", "__main__")
-# Rooms that import no other (adapters and data: pure parts), but those.
+# Rooms that import only the listed ones.
 ALONE = {"data": set(), "report": {"io"}, "adapters": {"tree"}, "papers": {"report"}}
 ONLY_FOR = {"papers": "papers"}  # a room that no other imports: the command joins it to reports
-# Leaf helpers everyone may use: writing a file whole is not an upward arrow.
+# Helpers that every room may import.
 SHARED = {"tree", "wording", "progress", "io.files", "io.errors", "io.read", "io.child"}
-# Longer than files (390 lines) and functions (60) may be: none may be added.
+# Exceptions to the limits of files (390 lines) and functions (60): add none.
 TO_BE_CUT: set[str] = set()
 
 
@@ -75,7 +75,7 @@ def code_lines(function: ast.FunctionDef) -> int:
 
 
 def test_what_is_imported_is_there():
-    """Inside functions too, which no test need call."""
+    """Also imports inside functions, which tests may not call."""
     missing = []
     for path in sources("ffn_heterogeneity", "scripts", "configs"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -109,7 +109,7 @@ def test_files_and_functions_stay_short():
 
 
 def test_what_is_imported_is_declared():
-    """An import name may be another than its package's: yaml, PyYAML."""
+    """An import name may differ from its package's name: yaml, PyYAML."""
     used, packages = set(), metadata.packages_distributions()
     for path in sources("ffn_heterogeneity", "configs", "scripts"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -135,7 +135,7 @@ def test_no_class_name_stands_twice():
 
 
 def test_docstrings_open_with_what_the_thing_is():
-    """Not with a question word or a preposition: "What a task is", "Of a row of that length"."""
+    """No question word or preposition first: "What a task is", "Of a row of that length"."""
     opening = re.compile(
         r"(What|Who|Where|How|Whether|Which|When|Whose|Of|By|With|Without|For|In|On|At|As|From|To|Into"
         r"|Over|Under|Within|Inside|After|Before|Behind|Between|Beside|Among|Through|Per|Via)\b"

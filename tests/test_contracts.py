@@ -1,4 +1,4 @@
-"""What every config, family, preset, probe, loss term and criterion must do.
+"""Contracts of every config, family, preset, probe, loss term and criterion.
 
 All of them are discovered, so that none can be added without meeting its contract. Those that need
 an example (a term's arguments) fail here until the tables below have one. Adapters have theirs in
@@ -57,7 +57,7 @@ def modules_of(package) -> list:
 
 
 def with_zeros(config, params) -> dict:
-    """A zero row of W in a layer, a neuron all zero in another, and a zero embedding."""
+    """Parameters with a zero row of W, in another layer a zero neuron, and a zero embedding."""
     tree = unstack(jax.tree.map(np.array, params))
     tree["layers"][0]["ffn"]["down"]["kernel"][2] = 0
     ffn = tree["layers"][1]["ffn"]
@@ -85,7 +85,7 @@ def test_config(name):
     assert command and (REPOSITORY / command[1]).is_file()
     config = config_of(name)
     names = flatten_config(config.to_dict())
-    # That of all papers holds the settings of every piece; what is logged besides is nobody's cost.
+    # The config of all papers has the settings of every piece; other logged values are free.
     set_by_users = [key for key in names if not key.startswith("monitors.")]
     assert 1 <= len(set_by_users) <= (90 if name == "five" else 60)
     assert plain(config.to_dict()), "plain data only: it is written to config.json"
@@ -210,7 +210,7 @@ def test_probe(name, config):
         parts = [results_and_gradient(params, only(rows))[0] for rows in ([0], [1, 2])]
         if probe.kind == "sum":  # the parts of a batch add up to the whole
             found = jax.tree.map(jnp.add, *parts)
-        else:  # a row says the same whatever the others are
+        else:  # a row's result does not depend on the other rows
             found = jax.tree.map(lambda a, b: jnp.concatenate([a[:, :1], b[:, 1:]], 1), *parts)
         close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
         jax.tree.map(close, seen, found)
@@ -258,12 +258,12 @@ def taught_params(config, seed=0):
     return random_params(config, seed=seed) | {"teacher": {"stack": other}}
 
 
-# Whose leaves a term reads.
+# The part of the model that a term reads.
 PREPARED = {"size": "gates", "score_norm": "scores"}
 
 
 def params_of(name, config, seed=0):
-    """Random ones with all that the term reads; random multipliers, too."""
+    """Random parameters with all leaves that the term reads, and random multipliers."""
     params = taught_params(config, seed)
     if name in PREPARED:
         model, key = Model(config, params, None, ""), jax.random.key(seed)
@@ -307,7 +307,7 @@ def test_term(name, settings, family):
         for path, acts in found.items():
             assert not acts or any(re.search(pattern, path) for pattern in term.targets), path
     else:
-        # A term may read the layers alone, before the final norm and the head.
+        # A term may read only the layers, before the final norm and the head.
         assert all(acts for path, acts in found.items() if path.startswith(("stack/", "embed/")))
         nothing = {**batch, "valid": np.zeros_like(batch["valid"])}
         nothing = {**nothing, "loss_mask": np.zeros_like(batch["loss_mask"])}

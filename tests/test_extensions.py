@@ -1,4 +1,4 @@
-"""Mistakes of those who add a piece: one line says what it must return, and where it stands."""
+"""Mistakes in new pieces: an error of one line says what it must return, and where it is."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ ONE = jnp.float32(1)
 
 @contextlib.contextmanager
 def refused(*parts):
-    """The block ends in an error of one line that says these parts, as the scripts print it."""
+    """Checks that the block ends in an error of one line with these parts, as scripts print it."""
     with pytest.raises(ValueError) as bad:
         yield
     assert re.search(".*".join(parts), cli.one_line(bad.value)), cli.one_line(bad.value)
@@ -50,7 +50,7 @@ def refused(*parts):
     ],
 )
 def test_a_term_that_returns_something_else(returned, shapes):
-    """Wherever terms are called: in the step, in validation, in what is computed of params."""
+    """Terms are called in the step, in validation, and for parameters."""
     message = ("loss term 'mine' returned", shapes, "must return TermValue", "losses/terms.py")
     nothing = {name: np.zeros((2, 3), np.int32) for name in ("tokens", "segment_ids")}
 

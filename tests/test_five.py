@@ -38,7 +38,7 @@ from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ALL = ("fuse", "dora", "macdrop", "p32", "nucl", "jreg", "layerwise")
-RATE = 1000.0  # so large that a step is not lost in the rounding of what it moves
+RATE = 1000.0  # so large that a step is larger than the rounding of the weights
 LOSSES = {"nucl", "jreg", "layerwise"}
 
 
@@ -102,7 +102,7 @@ def subsets(count: int) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("pieces", subsets(24), ids="+".join)
 def test_any_subset(files, pieces):
-    """Losses, leaves, what trains and the layers' widths follow from the pieces alone."""
+    """The pieces alone determine losses, leaves, trained leaves and widths."""
     built = plan(read(config_for(files, pieces)), mesh())
     assert {term.name for term in built.terms} == {"classification", *LOSSES & {*pieces}}
     trains = {path for path, yes in built.trainable.items() if np.any(yes)}
@@ -115,7 +115,7 @@ def test_any_subset(files, pieces):
     scaled = [path for path in shapes if path.endswith("neuron_scale")]
     assert bool(scaled) == ("fuse" in pieces)
     assert any(path.startswith("teacher/") for path in shapes) == ("layerwise" in pieces)
-    # The massive layer alone stays whole; the first, of shapes.
+    # Only the massive layer keeps its width; for shapes, the first layer.
     widths = built.model.ffn_widths
     assert len(set(widths)) == (2 if "fuse" in pieces else 1) and widths[1] == widths[2]
 
@@ -133,7 +133,7 @@ def scans(jaxpr) -> int:
 
 
 def test_all_pieces_run_in_the_scans_of_the_plain_model(files):
-    """One over each run of equal layers, forward and backward: none is added by a piece."""
+    """One scan over each run of equal layers, forward and backward; pieces add none."""
     counts = {}
     for pieces in (("fuse", "dora"), ("fuse", "dora", "macdrop"), ALL[:-1], ALL):
         built = plan(read(config_for(files, pieces)), mesh())
@@ -162,7 +162,7 @@ def test_what_pieces_cost_is_timed_in_turns(files):
 
 
 def gradients(built, config, params, batch, weights=None):
-    """{path: gradient}, by a step of SGD, with these weights of the losses alone."""
+    """{path: gradient}, from a step of SGD with only these losses and weights."""
     state = create_state(params, built.optimizer, built.trainable, shardings=built.shardings[0])
     hyper = {name: jnp.float32(x) for name, x in config.hyper(built.objective.terms)(0).items()}
     if weights is not None:
@@ -184,7 +184,7 @@ def sgd(files, pieces=ALL, **changes):
 
 
 def test_the_gradient_is_the_sum_of_its_parts(files):
-    """By one program; the weights are its inputs. A weight of 0 is the part left out."""
+    """One program, with the weights as inputs. A weight of 0 equals a loss that is left out."""
     config = sgd(files, macdrop__p0=0.0)
     model = starting_from(config)
     built = plan(config, mesh(), model)
@@ -262,7 +262,7 @@ def test_stopped_resumed_exported_and_planned(files, tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("method", METHODS)
 def test_fusion_of_shapes_is_that_of_weights(family, method):
-    """Gated without biases, and plain with them."""
+    """Gated blocks without biases, and plain blocks with biases."""
     config = tiny_of(family, layers=3)
 
     def shapes(params):

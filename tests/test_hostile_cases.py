@@ -37,7 +37,7 @@ ALL = os.environ.get("RUN_SLOW") == "1"
 
 
 def bent(text, share):
-    """Texts of JSON, or of lines of it, with one value replaced; and some that are none."""
+    """Texts of JSON or JSON lines with one value replaced; and some that are not JSON."""
     lines = text.splitlines() if text.count("\n{") else [text]
     found = [("whole", bad) for bad in WHOLE]
     for number in sorted({0, len(lines) - 1}):
@@ -88,7 +88,7 @@ def test_adapters(tmp_path):
 
 @pytest.fixture
 def pruned(tmp_path):
-    """P, masks and a native section in config.json."""
+    """A model with P, masks and a native section in config.json."""
     model = fh.load_model(save_tiny(tmp_path / "base"))
     fused, _ = SURGERIES["fuse"](model, {"method": "fusion", "ratio": 0.5, "layers": "1-2"})
     fh.save_model(fused, tmp_path / "fused")

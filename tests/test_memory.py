@@ -10,7 +10,7 @@ import pytest
 from tiny_models import REPOSITORY
 from tiny_runs import flags_of, write_rows
 
-# A command: what it prints counts the starts.
+# A command whose output counts the starts.
 PROGRAM = """
 import os, resource, sys
 from ffn_heterogeneity.launch.huge_pages import restart_with_huge_pages
@@ -40,14 +40,14 @@ def script(tmp_path):
 
 
 def started(*command, **environment) -> tuple[int, int]:
-    """How often the program said that it started, and the page faults of 8 calls."""
+    """The number of starts that the program printed, and the page faults of 8 calls."""
     command = [sys.executable, *map(str, command)]
     *starts, faults = subprocess.check_output(command, env=CLEAN | environment).split()
     return len(starts), int(faults)
 
 
 def test_a_command_starts_again_on_huge_pages(script):
-    """With its flags; once."""
+    """With the same flags, and only once."""
     starts, faults = started(script, "--a=1", "b c")
     assert starts == 1 + ASKED
     if ASKED:
@@ -72,7 +72,7 @@ def test_the_users_own_settings_win(script, environment):
 @pytest.mark.slow
 @pytest.mark.skipif(not ASKED, reason="this machine's kernel gives no huge pages to who asks")
 def test_a_run_needs_what_it_said(smollm2_gguf, tmp_path):
-    """SmolLM2, 5 steps of LoRA with MacDrop: with freed memory kept they took 5 to 9 GiB."""
+    """SmolLM2, 5 steps of LoRA with MacDrop; if freed memory was kept, they took 5 to 9 GiB."""
     row = {"instruction": "Count.", "input": "", "output": " 1 2 3" * 60}
     own = {"data.path": write_rows(tmp_path / "rows.jsonl", [row] * 200), "data.packing": True}
     own |= {"steps": 5, "batch_size": 3, "accumulation": 1, "seq_len": 512}
@@ -85,5 +85,5 @@ def test_a_run_needs_what_it_said(smollm2_gguf, tmp_path):
     text = (tmp_path / "said").read_text()
     assert status == 0, text
     needed = float(re.search(r"a step \(.*\) needs ([\d.]+) of", text)[1])
-    # Beyond it: Python, JAX, and what the model was read from.
+    # In addition: Python, JAX, and the file of the model.
     assert needed < usage.ru_maxrss / 2**20 < needed + 1.5, (needed, usage.ru_maxrss)

@@ -87,7 +87,7 @@ def on_eight_devices(*programs: str, fast_compile: bool = True) -> dict:
 def check_meshes(found: dict) -> None:
     for name, error in found.items():
         assert max(error["loss"], error["gradient"]) <= 1e-7, (name, error)
-        # Adafactor's steps are of equal size whatever the gradient's: its rounding is theirs.
+        # Adafactor's steps do not depend on the gradient's size, so they amplify its rounding.
         assert error["params"] <= (1e-6 if "adafactor" in name else 1e-7), (name, error)
 
 
@@ -113,7 +113,7 @@ def test_meshes_train_five_papers_as_one_device(some_meshes):
 
 
 def test_meshes_cluster_as_one_device(some_meshes):
-    """Every device holds an eighth of the products of all pairs; the surgery uses them all."""
+    """Every device holds 1/8 of the products of all pairs; the surgery uses all devices."""
     found = some_meshes["clusters"]
     _, report = SURGERIES["fuse"](Model(LLAMA, random_params(LLAMA), None, ""), {"ratio": 0.5})
     assert found["inertia_share"] == pytest.approx(report["inertia_share"], rel=1e-6)
@@ -137,7 +137,7 @@ def test_every_mesh_trains_as_one_device():
 
 
 def test_fake_devices_get_threads_of_their_own(monkeypatch):
-    """With a thread a device, collectives can wait on each other for ever (seen, under load)."""
+    """With one thread per device, collectives can deadlock (seen under load)."""
     for flags, given, devices, threads in (
         ("", None, 0, None),
         ("--xla_cpu_enable_fast_math=false", None, 0, None),
@@ -154,7 +154,7 @@ def test_fake_devices_get_threads_of_their_own(monkeypatch):
 
 @pytest.mark.slow
 def test_what_moves_between_devices():
-    """NUCL: two all-reduces of a number a row, no weights. FSDP: one layer's kernels at a time.
+    """NUCL: two all-reduces of one number per row, no weights. FSDP: one layer's kernels at a time.
 
     Cross-entropy: the kernel gathered once, its gradient reduced once, however many chunks.
     """

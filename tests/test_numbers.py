@@ -1,4 +1,4 @@
-"""The one check of numbers: ends of intervals, numbers that are none, every interval written."""
+"""The shared check of numbers: ends of intervals, invalid numbers, every interval in the code."""
 
 import ast
 import math

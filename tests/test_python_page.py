@@ -1,4 +1,4 @@
-"""docs/python.md runs, line by line; the public face is light, typed and whole."""
+"""docs/python.md runs, line by line; the public functions are light, typed and complete."""
 
 import pickle
 import re
@@ -143,7 +143,7 @@ def test_analyze_is_the_command(tmp_path):
 
 
 def test_the_guesses_of_the_page(tmp_path):
-    """Each works, or is answered by the name that the page tells; few are not."""
+    """Each call works, or its error has the name in the page; few have no answer."""
     page = (REPOSITORY / "docs/python.md").read_text().partition("## Calls from other libraries")[2]
     guesses = re.findall(r"^\| `(.+?)` \| (.+?) \|$", page, re.M)
     path = save_tiny(tmp_path / "model")
@@ -163,7 +163,7 @@ def test_the_guesses_of_the_page(tmp_path):
 
 
 def test_guesses_are_answered_by_the_right_name():
-    """Every name that is told exists; a method that others have is a function here."""
+    """Every suggested name exists; a method of other libraries is a function here."""
     assert set(fh.GUESSES).isdisjoint(dir(fh))
     for name, told in fh.GUESSES.items():
         refused(re.escape(f"that is {told}"), getattr, fh, name, error=AttributeError)

@@ -19,7 +19,7 @@ from ffn_heterogeneity.train.build import make_terms
 from ffn_heterogeneity.wording import settings_from
 
 SEEN = [
-    ("prune", "layer", "layers"),  # took neurons of every layer
+    ("prune", "layer", "layers"),  # before, this removed neurons of every layer
     ("prune", "protct", "protect"),  # spared nobody
     ("lora", "dropuot", "dropout"),
     ("macdrop", "scoep", "scope"),
@@ -29,13 +29,13 @@ SLIPS = [
     for name, surgery in SURGERIES.items()
     for field in dataclasses.fields(surgery.settings)
 ]
-# Every group of configs/parts/, but those that are there without a word.
+# Every group of configs/parts/, except those that are always present.
 EVERYTHING = ",".join(["model,text", *PARTS, *(set(LOSSES) - {"nll", "nucl"})])
 
 
 @pytest.mark.parametrize(("name", "typed", "meant"), [*SEEN, *SLIPS])
 def test_a_surgery_refuses_a_slip(name, typed, meant):
-    """Before it looks at the model."""
+    """The error comes before the model is read."""
     for call in (lambda given: SURGERIES[name].function(None, given), SURGERIES[name].check):
         refused(f"unknown setting '{typed}', did you mean '{meant}'", call, {typed: 1})
 
@@ -61,7 +61,7 @@ def test_settings_are_read_from_a_config_that_has_more():
 
 
 def test_a_removal_without_a_word():
-    """A quarter of each layer's neurons by entropy, as on the command line; a count goes first."""
+    """The default removes 25% of each layer by entropy, as in the config; `count` has priority."""
     model = Model(LLAMA, random_params(LLAMA), None, "tiny")
     smaller, report = SURGERIES["prune"].function(model, {})
     assert (report["criterion"], report["ratio"]) == ("entropy", 0.25)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 PAIRS = [("a good film", "no"), ("bad", "it is a long day, and so on"), ("x", "y")]
-# It needs other versions of these than version 5; torch is the environment's.
+# It needs other versions of these than version 5; torch is from the environment.
 VERSION_4 = ("transformers==4.57.6", "huggingface_hub==0.36.0", "tokenizers==0.22.1")
 
 
@@ -23,7 +23,7 @@ def transformers_4(directory: Path) -> Path:
 
 
 def logits(directory: Path) -> list:
-    """[pairs, labels]: by the lines of its card where it has some, and of one padded batch."""
+    """Logits [pairs, labels], by the lines of its card if it has some, and of one padded batch."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -54,7 +54,7 @@ def logits(directory: Path) -> list:
 
 
 def rows(directory: Path) -> dict:
-    """What its tokenizer makes of a text, pairs, a padded batch and a chat; its special tokens."""
+    """The tokenizer's results for a text, pairs, a padded batch and a chat; its special tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)

@@ -39,7 +39,7 @@ WIDE = dataclasses.replace(LLAMA, d_model=64, head_dim=16, layers=(LayerConfig(1
 
 
 def byte_tokenizer(**ids: int):
-    """One token a byte, and the two special ones: ids 0 (bos) and 1 (eos); `ids`: further ones."""
+    """One token per byte, and special tokens with ids 0 (bos) and 1 (eos); `ids`: further ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -52,7 +52,7 @@ def byte_tokenizer(**ids: int):
 
 
 def tiny_of(family: str, layers: int = 6) -> ModelConfig:
-    """The family's first preset with few small layers; its pattern of layers and quirks stay."""
+    """The family's first preset with few small layers; its pattern of layers and details stay."""
     config, _ = next(iter(families.FAMILIES[family].presets.values()))
     kept = tuple(
         dataclasses.replace(layer, ffn_width=12, window=layer.window and 3)
@@ -60,7 +60,7 @@ def tiny_of(family: str, layers: int = 6) -> ModelConfig:
     )
     sizes = {"vocab_size": 29, "d_model": 8, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
     if family == "gpt_neox":
-        # It has no grouped queries, heads fill the width, and a quarter of a head rotates.
+        # It has no grouped queries, heads fill the width, and 1/4 of a head rotates.
         sizes |= {"d_model": 16, "n_heads": 2, "head_dim": 8}
     if config.position_rows:
         sizes |= {"d_model": 16, "n_kv_heads": 4, "max_position": 24}
@@ -89,7 +89,7 @@ def random_params(config: ModelConfig, seed: int = 0, dtype=np.float32) -> dict:
 
 
 def structured(config: ModelConfig, params: dict, seed: int = 0) -> dict:
-    """With P in layers 0 and 2, a mask in layer 1, LoRA on q and down everywhere; no two alike."""
+    """A model with P in layers 0 and 2, a mask in layer 1, LoRA on q and down everywhere."""
     rng, tree = np.random.default_rng(seed), unstack(jax.tree.map(np.asarray, params))
     for i, layer in enumerate(tree["layers"]):
         layer = tree["layers"][i] = {
@@ -111,14 +111,14 @@ def structured(config: ModelConfig, params: dict, seed: int = 0) -> dict:
 
 
 def free_address() -> str:
-    """Where processes of one run may meet."""
+    """A free address for the coordinator of several processes."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         return f"localhost:{found.getsockname()[1]}"
 
 
 def batch_of(vocab: int, rows: int = 3, length: int = 10, seed: int = 0) -> dict:
-    """Two documents a row, the last positions padding."""
+    """A batch with two documents per row and padding at the end."""
     rng = np.random.default_rng(seed)
     segments = np.repeat([1, 2, 0], [4, length - 6, 2])[None].repeat(rows, 0).astype(np.int32)
     positions = np.concatenate([np.arange(4), np.arange(length - 4)])[None].repeat(rows, 0)
@@ -132,13 +132,13 @@ def batch_of(vocab: int, rows: int = 3, length: int = 10, seed: int = 0) -> dict
 
 
 def save_tiny(directory: Path, config: ModelConfig = LLAMA, params: dict | None = None) -> Path:
-    """The model in a directory, with the byte tokenizer."""
+    """Saves a tiny model with the byte tokenizer in a directory."""
     params = random_params(config) if params is None else params
     return save_pretrained(config, params, directory, tokenizer=byte_tokenizer(), overwrite=True)
 
 
 def save_tiny_reader(directory: Path, family: str = "bert") -> Path:
-    """A model without a head that classifiers start from, with the byte tokenizer."""
+    """Saves a model without a head, as a start for classifiers, with the byte tokenizer."""
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = "</s>"
     config = dataclasses.replace(tiny_of(family, 3), vocab_size=258, pad_id=1, eos_id=None)
@@ -147,7 +147,7 @@ def save_tiny_reader(directory: Path, family: str = "bert") -> Path:
 
 
 def card_differs(directory: Path, results: dict) -> dict:
-    """{number: (the card's, results.json's)} of a model's card, where three digits differ."""
+    """{number: (the card's, results.json's)} for numbers that differ within three digits."""
     rows = re.findall(r"^\| (\S+) \| (\S+) \|$", (directory / "README.md").read_text(), re.M)
     said = {key: json.loads(value) for key, value in rows if key != "number"}
     flat = {key.replace(".", "/"): value for key, value in flatten_config(results).items()}
@@ -168,7 +168,7 @@ def config_of(name: str, argument: str | None = None, **changes):
 
 
 def starting_from(config):
-    """The model of a `TrainConfig` as it trains."""
+    """The model of a `TrainConfig` at the start of training."""
     return starting_model(config.source, plan(config).objective.head)
 
 
@@ -185,7 +185,7 @@ def our_logits(config: ModelConfig, params: dict, tokens, dtype=np.float32) -> n
 
 
 def torch_model(torch, directory):
-    """What transformers makes of the directory, in float32."""
+    """The model that transformers loads from the directory, in float32."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -218,7 +218,7 @@ def places(node, path=()):
 
 
 def replaced(document, path, value):
-    """The document with another value at a path."""
+    """A copy of the document with another value at a path."""
     if not path:
         return value
     document = copy.deepcopy(document)
@@ -271,7 +271,7 @@ def run_script(name: str, *arguments, cwd: Path = REPOSITORY, **keys) -> Finishe
 
 
 def mask_neurons(params, removed):
-    """The full-size model (unstacked) with the neurons' outputs zeroed: what removal must equal."""
+    """The full model (unstacked) with the neurons' outputs zeroed, which removal must equal."""
     params = unstack(params)
     layers = list(params["layers"])
     for layer, ffn in enumerate(tree["ffn"] for tree in params["layers"]):

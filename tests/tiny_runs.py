@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def refused(words: str, function, *arguments, error: type = ValueError, **settings) -> None:
-    """The call fails with such a message."""
+    """Checks that the call fails with this message."""
     with pytest.raises(error, match=words):
         function(*arguments, **settings)
 
@@ -42,7 +42,7 @@ class Finished(NamedTuple):
 
     @property
     def error(self) -> str:
-        """The one line of a user's error; fails where there is more, or less."""
+        """The single line of a user's error; fails if there are more or none."""
         assert self.code == 2, self
         assert "Traceback" not in self.err, self.err
         lines = [line for line in self.err.splitlines() if line.startswith("error:")]
@@ -58,7 +58,7 @@ def run_program(*command, cwd: Path = REPOSITORY, given: str | None = None, **en
 
 
 def write_rows(path: Path, rows) -> Path:
-    """Rows as JSON lines."""
+    """Writes rows as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return path

@@ -106,7 +106,7 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
     (batch,) = token_batches(data.ids, len(data))
     real = batch["segment_ids"] > 0
     words = real & ~np.isin(batch["tokens"], tokenizer_of(model).all_special_ids)
-    dense = _measured(settings, model, data, "the whole model")
+    dense = _measured(settings, model, data, "the dense model")
     results: dict[str, Any] = {
         "layer": layer + 1,
         "rows": len(data),

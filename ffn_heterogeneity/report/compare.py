@@ -148,7 +148,7 @@ def _over_seeds(values: list[Any]) -> Any:
 
 
 def _against(value: float | None, first: float | None) -> tuple[str, str]:
-    """(difference, ratio) of numbers; of means over seeds."""
+    """(difference, ratio) of two numbers, or of means over seeds."""
     if value is None or first is None:
         return UNKNOWN, UNKNOWN
     sign = "+" if value > first else ""

@@ -173,7 +173,7 @@ def _axes(rows: int, columns: int, width: float, height: float):
 
 
 def save(figure, path: str | os.PathLike) -> None:
-    """Writes the figure whole, as PNG."""
+    """Write the figure as PNG, atomically."""
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         figure.savefig(file, format="png", dpi=DPI, bbox_inches="tight")
 

@@ -65,10 +65,10 @@ def everything(
     what: Sequence[str] = (),
     read: Sequence[str] = (*files.READ, files.METRICS),
 ) -> tuple[pandas.DataFrame, pandas.DataFrame, pandas.DataFrame]:
-    """(results, curves, settings), read in one go: models and data have the same names in them.
+    """(results, curves, settings), read together, with the same names of models and data.
 
-    `settings` has a row a run, its path the index, of those that have not begun too; `read` are the
-    names of the files that are opened.
+    `settings` has one row per run (index: its path), also for runs that have not begun; `read` are
+    the names of the files that are opened.
     """
     if importlib.util.find_spec("pandas") is None:
         raise ImportError("this needs pandas: pip install 'ffn-heterogeneity[plots]'")
@@ -113,14 +113,14 @@ def plain(rows: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def _whole(value: Any) -> Any:
-    """Whole numbers became floats in a column that a run lacks; null is as if it was not there."""
+    """Undo pandas' floats for integers in columns with missing values; null counts as missing."""
     if value is None:
         return float("nan")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def progress(rows: pandas.DataFrame, curves: pandas.DataFrame) -> dict[str, str]:
-    """{run: how far it is}, of the runs that have begun."""
+    """{run: its progress}, for the runs that have begun."""
     states = dict.fromkeys(rows["run"], "finished")
     for run, step in curves.groupby("run", sort=False)["step"].max().items():
         states.setdefault(str(run), f"not finished, at step {step}")
@@ -128,7 +128,7 @@ def progress(rows: pandas.DataFrame, curves: pandas.DataFrame) -> dict[str, str]
 
 
 def _without_files(*paths: str) -> list[str]:
-    """The paths, as a shell makes them of a *, but stray files; says which those are."""
+    """The paths (for example of a shell's *) without stray files, which are reported."""
     stray = [x for x in paths if os.path.isfile(x) and not x.endswith(files.ARCHIVES)]
     if not stray or len(stray) == len(paths):
         return list(paths)
@@ -146,7 +146,7 @@ def _frame(rows: Sequence[Mapping[str, Any]], settings: pandas.DataFrame) -> pan
 
 
 def _settings(runs: Mapping[str, Facts]) -> pandas.DataFrame:
-    """A row a run: "model", "origin", and "config.<key>"."""
+    """One row per run: "model", "origin", and "config.<key>"."""
     import pandas
 
     spell_alike(runs.values())
@@ -178,8 +178,8 @@ def _configs(found: Mapping[str, files.Texts]) -> dict[str, dict[str, Any]]:
 
 
 def _measured(path: str, texts: files.Texts) -> list[dict[str, Any]]:
-    """The measurements; none yet, or none but those of the folders below, of which this one only
-    tells the mean."""
+    """The measurements of a folder; none if it has no results yet, or only means over its
+    folders of seeds or stages."""
     values = _object(path, texts, io_rows.RESULTS)
     if "seeds" in values or "stages" in values:
         return []
@@ -193,7 +193,7 @@ def _measured(path: str, texts: files.Texts) -> list[dict[str, Any]]:
 
 
 def _steps(path: str, texts: files.Texts, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl; of a step that was written twice the later one holds."""
+    """The rows of metrics.jsonl; if a step was written twice, the later values count."""
     values = {}
     place = os.path.join(path, files.METRICS)
     for line in parse_metrics(texts.get(files.METRICS, ""), place):
@@ -205,7 +205,7 @@ def _steps(path: str, texts: files.Texts, names: Sequence[str]) -> Iterator[dict
 
 
 def units(run: str, spec: str) -> dict[Any, float]:
-    """The value of each window or question behind a measurement of a run; none where it saved none.
+    """The value of each window or question of a measurement; empty if the run saved none.
 
     Windows are named by their places; where their documents are known, (document, place).
 
@@ -229,7 +229,7 @@ def units(run: str, spec: str) -> dict[Any, float]:
 
 
 def _object(path: str, texts: files.Texts, name: str) -> dict[str, Any]:
-    """The object in a file of JSON; empty where there is no such file."""
+    """The object in a JSON file; empty if there is no such file."""
     return parse_object(texts.get(name, "{}"), os.path.join(path, name))
 
 

@@ -100,7 +100,7 @@ def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], dict[str
 def once(rows: Frame) -> Frame:
     """The rows of one run of each setting and seed.
 
-    A run without tasks repeats one that differs in what the tasks were (`limit`) alone.
+    A run without tasks repeats another if they differ only in settings of tasks (`limit`).
     """
     runs = rows.drop_duplicates("run")
     asked = runs["run"].isin(rows[rows.task.notna()]["run"])

@@ -11,7 +11,7 @@ import numpy as np
 DRAWS = 10_000
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
 TOLD = {True: HOLDS, False: FAILS}
-# What stands in the brackets of a number, by its `Spread.how`.
+# Explanation of the brackets of a number, by its `Spread.how`.
 BRACKETS = {
     "range": "range: lowest and highest of n runs or seeds",
     "t": "t: Student's 95% interval over n seeds (of differences: seed by seed)",
@@ -51,7 +51,7 @@ def over(values: Sequence[Any]) -> Any:
 
 
 def interval(values: Sequence[float]) -> Any:
-    """Mean and Student's 95% interval of several; one value alone has none."""
+    """Mean and Student's 95% interval of several values; a single value has no interval."""
     return student(values) if len(values) > 1 else values[0] if values else None
 
 
@@ -75,7 +75,7 @@ def resamples(n: int, draws: int, seed: Any = 0) -> np.ndarray:
 
 
 def ends(drawn: Any, method: Any = "linear") -> tuple[float, float]:
-    """The middle 95% of what was drawn."""
+    """The middle 95% of the draws."""
     low, high = np.percentile(drawn, [2.5, 97.5], method=method)
     return float(low), float(high)
 

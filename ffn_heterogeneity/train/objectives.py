@@ -125,7 +125,7 @@ class Objective:
             if set(length) != axes:
                 raise ValueError(
                     f"objective {self.name!r}: length {dict(length)} names other axes "
-                    f"than its batch has beside B, {sorted(axes)}"
+                    f"than its batch has besides B, {sorted(axes)}"
                 )
         if not self.lengths or any(names[:1] != ("B",) for names, _ in self.batch.values()):
             raise ValueError(f"objective {self.name!r} needs a length, and B first in every leaf")

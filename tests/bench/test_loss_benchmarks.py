@@ -1,4 +1,4 @@
-"""The figures promised for the losses, and the benchmark that prints them."""
+"""The promised costs of the losses, and the benchmark that prints them."""
 
 import dataclasses
 import json
@@ -138,7 +138,7 @@ def test_compressed_models_are_timed_beside_the_whole_one(family, methods, monke
 @pytest.mark.slow
 def test_nucl_adds_an_eighth_of_the_listings_time():
     programs = cases.time_nucl(ConfigDict({"repetitions": 25}))["programs"]
-    # The fastest round of each: what others do on the machine only ever adds time.
+    # The fastest round of each, because other load on the machine only adds time.
     fastest = {name: row["fastest_ms"] for name, row in programs.items()}
     listing = fastest["mstd listing"] - fastest["update alone"]
     closed = fastest["mstd closed form"] - fastest["update alone"]

@@ -1,4 +1,4 @@
-"""The calls that are timed compute what the peer's do; rounds are kept and gone on with."""
+"""The timed calls compute the same as the peer's; rounds are saved and resumed."""
 
 import dataclasses
 
@@ -64,7 +64,7 @@ def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
     write_json(path, {"benchmark": "model", **again})
     page = write_page([str(path)], tmp_path)
     machine = "[{processor}, {cores} cores, {units}](results.json)".format(**again["machine"])
-    assert page.count(f"| {machine} ") == 2  # of a term, of bfloat16: there is no peer
+    assert page.count(f"| {machine} ") == 2  # of a term, of bfloat16: without a peer
     ratios = {row[0]: row[1] for row in again["tables"][1]["rows"]}
     for columns in (("JREG, bfloat16", "JREG, float32"), ("forward", "train step")):
         assert " | ".join(columns) in " ".join(page.split())

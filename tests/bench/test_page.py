@@ -1,4 +1,4 @@
-"""The page of benchmarks: a section a question, a row a run, every number as a file has it."""
+"""The page of benchmarks: one section per question, one row per run, numbers as in the files."""
 
 import json
 import re
@@ -19,7 +19,7 @@ CARD = {"device": "NVIDIA H100", "processor": "Xeon", "cores": 8, "units": "amx_
 
 
 def results(*ratios, **changes) -> dict:
-    """A new benchmark's, which brings its question."""
+    """The results file of a new benchmark with its question."""
     tables = [
         {
             "title": "tiny, 3 rows; 2 rounds",
@@ -53,7 +53,7 @@ def test_every_run_has_its_rows_and_every_ratio_its_file():
 
 
 def test_a_new_benchmark_brings_its_question(tmp_path):
-    """A card is named alone; brackets of a label make no column; other figures stay out."""
+    """Only the card's name is shown; brackets of a label make no column."""
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     write_json(paths[0], results(("call, a / b", "2.0 (1 .. 3)"), ("call, b", "9.0")))
     write_json(paths[1], results(("call, a / b (no units)", "4.0"), ("other, a / b", "5.0")))

@@ -23,7 +23,7 @@ def run(monkeypatch, *specs, **keys):
 
 @pytest.fixture(scope="module")
 def found():
-    """(what three steps gave, of how many states)."""
+    """(results of three steps, number of states)."""
     with pytest.MonkeyPatch.context() as patch:
         return run(patch, *SPECS, BASE + "batch_size=8")
 

@@ -1,4 +1,4 @@
-"""Small corpora and what their shards must hold."""
+"""Small corpora and the expected content of their shards."""
 
 import json
 import time
@@ -14,7 +14,7 @@ WORDS = ("the", "of", "and", "whale", "ship", "sea", "naïve", "said", "«日本
 
 
 class Slow:
-    """A character is a token; other processes can import it, and are not too fast to be killed."""
+    """A tokenizer of characters that other processes can import; slow enough to be killed."""
 
     bos_token_id, eos_token_id = 1, 2
 
@@ -29,7 +29,7 @@ def texts(count, seed=0):
 
 
 def contents(directory):
-    """Name -> bytes of every file that lies there for good."""
+    """Name -> bytes of every file with a final name."""
     return {path.name: path.read_bytes() for path in Path(directory).iterdir() if path.is_file()}
 
 
@@ -59,7 +59,7 @@ def expected(paths, tokenizer, eos=2):
 
 
 def read_chunk(chunk, layout):
-    """The documents of a chunk, whole."""
+    """All documents of a chunk."""
     whole = ""
     for text, ends in read_parts(chunk, layout):
         whole += text

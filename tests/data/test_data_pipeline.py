@@ -1,4 +1,4 @@
-"""The pipeline: order, resume, held-out data, refusals (processes: test_process_rows.py)."""
+"""The pipeline: order, resuming, held-out data, errors (processes: test_process_rows.py)."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def test_resumes_to_the_very_next_batch(shared_data, bpe, name):
     iterator, states, whole = check_resumes(make, 14, (0, 1, 5, 9, 13))
     assert max(map(len, states)) < 1000
     assert make().get_state()["pipeline"] == json.loads(states[5])["pipeline"]
-    iterator.set_state(json.loads(states[2]))  # an iterator in use goes back as well
+    iterator.set_state(json.loads(states[2]))  # an iterator in use can be set back, too
     assert all(same(a, b) for a, b in zip(take(iterator, 4), whole[2:6], strict=True))
     iterator.close()
 
@@ -137,7 +137,7 @@ def test_every_epoch_holds_each_document_once_in_a_new_order(numbered, character
     assert orders(0) == (first, second)
     assert orders(99, shuffle_seed=0) == (first, second)
     other = orders(1)
-    assert len({tuple(first), tuple(second), *map(tuple, other)}) == 4  # not seed 0, an epoch on
+    assert len({tuple(first), tuple(second), *map(tuple, other)}) == 4  # not seed 0 one epoch later
     assert orders(0, shuffle=False) == (everything, everything)
 
 
@@ -178,7 +178,7 @@ def test_validation_of_its_own(write, characters, monkeypatch):
     train = write("train.jsonl", [{"text": "t"}] * 5)
     other = write("other.jsonl", [{"text": "v"}] * 3)
     config = {"path": train, "validation_path": other, "packing": False}
-    config |= {"validation_fraction": 0.5}  # a config's default, which then takes nothing
+    config |= {"validation_fraction": 0.5}  # a config's default, which then selects nothing
     pipeline = make_pipeline(config, characters(), 2, 4, 0)
     assert documents_of(pipeline.validation_iterator()) == ["v"] * 3
     assert documents_of(pipeline.train_iterator(epochs=1)) == ["t"] * 5

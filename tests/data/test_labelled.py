@@ -1,4 +1,4 @@
-"""Labelled rows: GLUE's files as they are, tokens cut as elsewhere, an order that nothing moves."""
+"""Labelled rows: GLUE's original files, truncation as elsewhere, an order set only by the seed."""
 
 import contextlib
 import csv
@@ -15,7 +15,7 @@ from ffn_heterogeneity.data.labelled import Encoded, Form, LabelSettings, Shuffl
 from ffn_heterogeneity.data.record_source import ClassName, DataError
 from ffn_heterogeneity.io.load import load_tokenizer
 
-# Of GLUE's own files; CoLA's are without theirs.
+# Headers of GLUE's original files; CoLA's have none.
 HEADERS = {
     "rte": "index,sentence1,sentence2,label",
     "mrpc": "Quality,#1 ID,#2 ID,#1 String,#2 String",
@@ -54,7 +54,7 @@ def test_files_of_each_task(task, shared_data):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_glues_own_tables_are_their_rows(task, shared_data, tmp_path):
-    """Without quoting, as GLUE writes them, and as CSV: texts and targets of every row."""
+    """Texts and targets of every row, without quoting (as in GLUE) and as CSV."""
     kind, names = TASKS[task], HEADERS[task].split(",")
     rows = read_rows(shared_data / f"glue_{task}" / "train.jsonl")[:20_000]
     texts = next(group for group in kind.fields if {*group} <= {*names})
@@ -73,7 +73,7 @@ def test_glues_own_tables_are_their_rows(task, shared_data, tmp_path):
 
 
 def test_a_number_is_a_label_by_its_text():
-    """And a place, where no label is a number; None: no label. A class's name, else its number."""
+    """Or by its index, if no label is a number. None is no label. Classes have names or numbers."""
     named = ClassName("pos")
     named.place = 1
 
@@ -177,7 +177,7 @@ def encoded(lengths) -> Encoded:
 
 
 def test_the_order_is_the_seeds_whatever_the_lengths_and_processes():
-    """Every row once an epoch; one length a batch; the same on two halves, and resumed."""
+    """Every row once per epoch, one length per batch; the same on two processes, and resumed."""
     rng = np.random.default_rng(0)
     data, size = encoded(rng.integers(2, 60, 50)), 8
 
@@ -220,7 +220,7 @@ def test_rows_that_stand_together_are_the_batchs_own():
             own = other["tokens"].reshape(2, -1)[i // 4][segments[i // 4] == 1 + i % 4]
             assert np.array_equal(own, data.ids[int(target)])
     assert np.sum(places, 0)[1] < 0.65 * np.sum(places, 0)[0]
-    # Of a pass that ends with fewer rows than a batch has.
+    # The last batch of a pass may have fewer rows.
     seen = []
     for _, batch in labelled.in_order_of_length(data, size, (16, 64), 4):
         assert batch["tokens"].shape[0] == size

@@ -18,7 +18,7 @@ MEANING = {
 
 @pytest.mark.parametrize("field", [*MEANING, "tools", "system", "documents"])
 def test_fields_that_change_what_is_learned_are_rejected_by_name(field):
-    """In a message or its row; empty ones and a weight of 1 change nothing."""
+    """Fields of a message or its row; empty fields and a weight of 1 change nothing."""
     row = talk("add 2 and 2", "4")
     neutral = {"weight": 1, "train": True}.get(name := field.strip())
     (row["messages"][1] if field in MEANING else row)[name] = neutral
@@ -52,7 +52,7 @@ def test_a_header_that_is_no_invitation_is_not_learned():
 
 
 def test_what_changes_nothing_is_read():
-    """Flags of turns that are never in the loss; empty fields, as JSON in a string too."""
+    """Flags of turns that are never in the loss, and empty fields, also as JSON in a string."""
     row = talk("a", "b") | {"tools": "[]", "images": False, "weight": 1}
     row["messages"][0] |= {"train": False, "weight": 0}
     row["messages"][1] |= {"thinking": False}
@@ -75,7 +75,7 @@ def test_a_field_that_the_pair_does_not_read_is_rejected(row, field):
 
 
 def test_a_template_that_ends_the_text_itself_invites_nothing():
-    """No part of another conversation becomes a header."""
+    """Text of another conversation never becomes a header."""
     tokenizer = byte_tokenizer()
     text = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if loop.last %}</s>{% endif %}"
     tokenizer.chat_template = text + "{% endfor %}"

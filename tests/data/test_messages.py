@@ -1,4 +1,4 @@
-"""Conversations: the assistant's turns are in the loss to the token, and nothing leaks."""
+"""Conversations: exactly the assistant's tokens are in the loss, and packed rows are separate."""
 
 import json
 import logging
@@ -61,7 +61,7 @@ def gemma3(gemma3_tokenizer):
 
 @pytest.fixture(scope="module")
 def llama1():
-    """SentencePiece with a space before every text, and before what follows a special token."""
+    """SentencePiece that adds a space before every text and after every special token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -79,7 +79,7 @@ def llama1():
 
 
 def shown(tokenizer, ids, scored):
-    """Each stretch of scored tokens as text."""
+    """Each run of consecutive scored tokens as text."""
     stretches, before = [], False
     for token, of_turn in zip(ids, scored, strict=True):
         if of_turn and not before:
@@ -103,7 +103,7 @@ def shown(tokenizer, ids, scored):
     ],
 )
 def test_real_tokenizers(request, name, template, end):
-    """The ids are the whole text's, the scored ones the answers with their ends, and no others."""
+    """The ids are those of the whole text; only the answers with their ends are scored."""
     tokenizer = request.getfixturevalue(name)
     encoder = Encoder(tokenizer, chat_template=template)
     ids, scored = encode_conversation(TALK, encoder)
@@ -116,14 +116,14 @@ def test_real_tokenizers(request, name, template, end):
     assert shown(tokenizer, ids, scored) == [TALK[2].content + end, TALK[4].content + end]
     assert ids.count(tokenizer.bos_token_id) == (5 if name + template == "smollm2auto" else 1)
     assert end_of_turn(encoder) == tokenizer.convert_tokens_to_ids(end)
-    # What a model is given to answer is where its turn begins.
+    # The prompt of a model ends where its turn begins.
     start = scored.index(True)
     assert messages.prompt_ids(TALK[:2], encoder) == ids[:start]
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_real_conversations_meet_the_edges(request, shared_data, name):
-    """Program code and questions of Code-Alpaca: every one can be cut exactly."""
+    """Code and questions of Code-Alpaca: all can be split exactly at the edges."""
     tokenizer = request.getfixturevalue(name)
     encoder, template = Encoder(tokenizer), get_task("messages").encode
     lines = (shared_data / "tulu_v1" / "code_alpaca_2k.jsonl").read_text().split("\n")[:150]
@@ -135,7 +135,7 @@ def test_real_conversations_meet_the_edges(request, shared_data, name):
 
 
 def test_a_space_before_every_text(llama1):
-    """Llama 1: pieces after a header have none, the text after a special token has one."""
+    """Llama 1: text after a special token gets a space, text after a header does not."""
     encoder = Encoder(llama1)
     turns = (Message("user", "hi"), Message("assistant", "hi you")) * 2
     ids, scored = encode_conversation(turns, encoder)
@@ -146,7 +146,7 @@ def test_a_space_before_every_text(llama1):
 
 
 def test_an_edge_inside_a_token_is_an_error(llama1):
-    """A header that ends without a space, and a turn that begins with one: the token is both's."""
+    """If a header ends without a space and a turn begins with one, a token belongs to both."""
     llama1.chat_template = (
         "{% for m in messages %}{{ m['role'] + '\n' + (' ' if m['role'] == 'assistant' else '')"
         " + m['content'] + eos_token }}{% endfor %}{% if add_generation_prompt %}assistant\n"
@@ -180,9 +180,9 @@ CHATTY = (
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        # The last turn is written otherwise than the ones before it.
+        # The last turn has another format than the ones before it.
         (CHATTY.replace("m['content']", "(m['content'] if loop.last else '...')"), "message 3"),
-        # The header that invites an answer is not the one of an answer.
+        # The header of the generation prompt differs from that of an answer.
         (CHATTY.replace("'assistant: '", "'assistant: <think>'"), "message 3"),
         ("{{ raise_exception('Roles are not liked') }}", r"rejects .*\(Roles are not liked\)"),
         ("{% for m in messages %}{{ m.content.nothing.there }}{% endfor %}", "rejects"),
@@ -236,7 +236,7 @@ def test_bad_rows_are_named(write, name):
 
 
 def test_bad_rows_can_be_left_out(write, caplog):
-    """All of `BAD`: counted and said, and the good rows are read."""
+    """All rows of `BAD` are counted and reported, and the good rows are read."""
     good = [talk("a", "b"), talk("c", "d", "e", "f")]
     path = write("talk.jsonl", [good[0], *(record for record, _ in BAD.values()), good[1]])
     pipeline = pipeline_of(path, skip_bad=True)
@@ -266,7 +266,7 @@ def pipeline_of(path, *, seq_len=96, batch_size=2, **config):
 
 
 def test_long_conversations_are_cut_and_counted(write, caplog):
-    """Cut after the last answer's token that fits; a first question that fills a row is dropped."""
+    """The cut is after the last token that fits; a row with only a question is dropped."""
     talks = [talk("q" * 5, "a" * 200), talk("q", "yes", "q" * 100, "no"), talk("q" * 200, "a")]
     with caplog.at_level(logging.WARNING):
         batches = pipeline_of(write("talk.jsonl", talks), packing=False).train_iterator(epochs=1)
@@ -286,7 +286,7 @@ def test_long_conversations_are_cut_and_counted(write, caplog):
 
 
 def test_nothing_leaks_between_packed_conversations(write):
-    """Other words in the first conversation of a row: not a bit of the second's logits changes."""
+    """Another first conversation in a row changes no bit of the logits of the second."""
     first = [talk("one", "two", "three", "four"), talk("eno", "owt", "eerht", "ruof")]
     rows, params = [], random_params(LLAMA)
 
@@ -334,7 +334,7 @@ def test_the_state_names_the_template(write):
 
 
 def test_instructions_are_conversations_of_one_turn():
-    """Alpaca's rows: the same ids as the conversation written out."""
+    """Alpaca's rows have the same ids as the equivalent conversation."""
     encoder = Encoder(byte_tokenizer(), "auto")
     rows = [
         ({"instruction": " Add. ", "input": "1 2", "output": "3\n"}, "Add.\n1 2"),

@@ -1,4 +1,4 @@
-"""The mixture: exact proportions, one stream for all processes, resumable, parted by whole rows."""
+"""The mixture: exact proportions, one stream for all processes, resumable, split by rows."""
 
 import collections
 import json
@@ -19,7 +19,7 @@ SIZES |= {"rte": 2490, "wic": 5428, "wsc": 259, "dpr": 1322}
 
 
 def rows_of(name, number):
-    """A row in the official form whose text is its own."""
+    """A row in the official form with a unique text."""
     text, tag = f"{name} {number}", {"idx": number}
     if name == "multirc":
         answers = [{"text": f"a{i}", "idx": i, "label": i % 2} for i in range(3)]
@@ -72,7 +72,7 @@ def test_draws_are_exact_and_even(weights):
         assert turn == taken[member], "draws of a member count 0, 1, 2, ..."
         taken[member] += 1
         for i, weight in enumerate(weights):
-            # Never further than one draw a member from the exact share.
+            # Each member is at most one draw from its exact share.
             assert abs(taken[i] - (k + 1) * weight / total) <= len(weights), (k, i)
     assert [taken[i] for i in range(len(weights))] == [3 * weight for weight in weights]
 
@@ -283,7 +283,7 @@ def test_sizes_that_are_not_the_weights_are_reported(root, characters, caplog):
 
 
 def test_real_rows(shared_data, bpe):
-    """The shared files: partial sets, no DPR."""
+    """The shared files, which are partial sets without DPR."""
     root = str(shared_data)
     with pytest.raises(DataError, match="superglue_dpr.*with_dpr=False"):
         pipeline_of(root, bpe, seq_len=256)

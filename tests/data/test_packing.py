@@ -1,4 +1,4 @@
-"""Packing against oracles: every document comes back out of the packed rows."""
+"""Packing against oracles: every document is in the packed rows."""
 
 import collections
 import json
@@ -115,7 +115,7 @@ def test_text_predicts_every_token_once(shared_data, write, bpe, bos, packing):
         assert (got[starts] == 0).all()
         got, inputs = np.delete(got, starts), np.delete(inputs, starts)
     assert np.array_equal(got, inputs)
-    if packing:  # only the last row may have room left
+    if packing:  # only the last row may have free space
         assert all((row["segment_ids"] > 0).all() for row in rows[: -(-len(targets) // 64) - 1])
 
 
@@ -163,7 +163,7 @@ def test_any_pairs(tmp_path_factory, characters, documents, seq_len, batch_size,
 
 
 def test_an_end_appended_and_loss_on_the_prompt(write, characters):
-    """The end is part of the response, before the eos; cut first, and of the last passage alone."""
+    """The end is part of the last passage of the response, before the eos; it is cut first."""
     pairs = [{"prompt": "ab", "response": "xyz"}, {"prompt": "abcdef", "response": " "}]
     ids = [ord(character) + 3 for character in "abxyz\n[eod]"]
     for on_prompt, seq_len in ((False, 32), (True, 32), (True, 4)):
@@ -188,7 +188,7 @@ def test_no_token_spans_prompt_and_target(bpe):
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
 def test_real_tokenizers_see_the_text_as_if_whole(shared_data, request, model):
-    """The boundaries of the GSM8K form fall between words: nothing is lost by tokenising apart."""
+    """The boundaries of the GSM8K form are between words: separate tokenisation changes nothing."""
     from ffn_heterogeneity.io.load import load_tokenizer
 
     if model == "gemma3":
@@ -239,7 +239,7 @@ def test_policies_need_their_tokens(characters):
 def test_truncated_and_dropped_are_counted_and_said(write, characters, caplog):
     records = [{"prompt": "p" * 3, "response": "r" * 20}] * 12
     records += [{"prompt": "p" * 8, "response": "r"}, {"prompt": "p", "response": "  "}]
-    records += [{"prompt": "p" * 7, "response": "r"}]  # bos + 7: one place is left, for "r"
+    records += [{"prompt": "p" * 7, "response": "r"}]  # bos + 7: one free position, for "r"
     config = {"task": "jsonl", "path": write("a.jsonl", records), "shuffle": False}
     pipeline = make_pipeline(config, characters(), 2, 8, 0)
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""Corpora to shards: the same for any number of processes and after a stop; refusals."""
+"""Corpora to shards: the same for any number of processes and after a stop; errors."""
 
 import gzip
 import itertools
@@ -95,7 +95,7 @@ def test_again_on_a_finished_directory(corpus, characters, tmp_path):
     tokenizer = characters()
     before = tokenizer.calls
     assert prepare(corpus, tokenizer, tmp_path, name="other", settings=settings()) == manifest
-    assert tokenizer.calls - before < 40  # looked at, nothing tokenised
+    assert tokenizer.calls - before < 40  # only checked, nothing tokenised
     # Only the damaged shard and the missing one are made again.
     names = [f"{entry['name']}.tokens" for entry in manifest["shards"]]
     (tmp_path / names[1]).write_bytes(b"\0" * len(first[names[1]]))
@@ -125,7 +125,7 @@ def test_another_corpus_is_not_written_over(corpus, characters, bpe, tmp_path):
 
 
 def test_a_refused_plan_leaves_a_stopped_runs_progress(corpus, characters, tmp_path):
-    """Stopped before its first shard: only the plan is there, and it is not ours to remove."""
+    """A run stopped before its first shard left only the plan, which must not be removed."""
     entry = prepare(corpus, characters(), tmp_path / "whole", settings=settings())
     plan = {key: entry[key] for key in ("tokenizer", "policy", "settings", "inputs")}
     out = tmp_path / "stopped"
@@ -154,7 +154,7 @@ def test_documents_the_tokenizer_drops_are_empty_ones(write, tmp_path):
 
 
 def test_what_training_reads_is_what_the_text_task_reads(shared_data, bpe, write, tmp_path):
-    """Real text: the batches are those of task "text", which tokenises as it goes."""
+    """On real text, the batches equal those of task "text", which tokenises while it reads."""
     whole = (shared_data / "fineweb_edu" / "train.jsonl").read_text().splitlines(keepends=True)
     path = write("part.jsonl", "".join(whole[:40]))
     prepare(path, bpe, tmp_path, settings=settings(50_000, passage_chars=1 << 30))
@@ -179,7 +179,7 @@ def pieces_of(paths, **layout):
 
 @pytest.mark.parametrize("size", [1, 7, 100, 1000, 10**9])
 def test_no_document_is_lost_or_cut_at_the_ends_of_chunks(write, size, monkeypatch):
-    # Separators lie across the ends of what is read at once.
+    # Separators cross the ends of the blocks that are read.
     monkeypatch.setattr(documents_reader, "BLOCK", 5)
     documents = texts(30, seed=3)
     lines = [{"text": text} for text in documents]
@@ -265,7 +265,7 @@ def test_bad_input(write, characters, tmp_path, name, content, message, chunk_by
     with pytest.raises(DataError, match=message) as caught:
         prepare(write(name, content), characters(), out, settings=settings(chunk_bytes))
     assert "\n" not in str(caught.value) and not (out / "manifest.json").exists()
-    if list(out.glob("shard-*.tokens")):  # what was whole before stays, for the next time
+    if list(out.glob("shard-*.tokens")):  # complete shards stay for the next run
         assert (out / "progress" / "plan.json").exists() and not list(out.glob(".*"))
     else:
         assert not out.exists()

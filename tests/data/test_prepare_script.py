@@ -1,4 +1,4 @@
-"""prepare_data.py as a script."""
+"""scripts/prepare_data.py."""
 
 import json
 import shutil

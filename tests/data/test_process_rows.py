@@ -16,7 +16,7 @@ DOCUMENTS = 103
 
 @pytest.fixture
 def lettered(write):
-    """Documents without a character in common, of 1 to 13 characters: a token tells its document.
+    """Documents of 1 to 13 characters without common ones: a token identifies its document.
 
     So a token that is lost or repeated shows, whatever row it was packed into.
     """
@@ -33,13 +33,13 @@ def paired(write):
 
 
 def share(batch_size, index, count, accumulation=1):
-    """What a mesh gives to process `index`: an equal stretch of every micro-batch."""
+    """The rows of process `index` on a mesh: an equal part of every micro-batch."""
     parts = np.arange(batch_size).reshape(accumulation, count, -1)
     return parts[:, index].reshape(-1)
 
 
 def iterators(config, tokenizer, batch_size, seq_len, count, accumulation=1, epochs=None):
-    """One a process."""
+    """One iterator per process."""
     shares = [share(batch_size, index, count, accumulation) for index in range(count)]
     sizes = (tokenizer, batch_size, seq_len, 5)
     pipelines = [make_pipeline(config, *sizes, rows=x, accumulation=accumulation) for x in shares]
@@ -71,7 +71,7 @@ def close(processes):
 
 
 def tokens_of(batch):
-    """How often each target token is to be predicted in a batch."""
+    """How often each token is a target in a batch."""
     return collections.Counter(batch["targets"][batch["loss_mask"]].tolist())
 
 
@@ -97,7 +97,7 @@ def test_the_rows_of_processes_are_the_batches_of_one(
 
 @pytest.mark.parametrize("data", ["gsm8k", "lettered", "paired"])
 def test_a_state_goes_on_with_any_number_of_processes(request, shared_data, bpe, characters, data):
-    """GSM8K inside an epoch; an epoch of the small files is about 6 and 3 batches: over several."""
+    """GSM8K within an epoch; the small files (about 6 and 3 batches per epoch) over several."""
     if data == "gsm8k":
         path, tokenizer, seq_len = str(shared_data / "gsm8k" / "test.jsonl"), bpe, 256
     else:
@@ -114,7 +114,7 @@ def test_a_state_goes_on_with_any_number_of_processes(request, shared_data, bpe,
     assert saved == json.dumps(first[0].get_state()) and "process" not in saved
     close(first)
     for count in (1, 4):
-        # The cut into micro-batches may change as well: the global batches stay.
+        # The split into micro-batches may change, too: the global batches are equal.
         for parts in (accumulation, 1):
             later = iterators(config, tokenizer, *sizes, count, parts)
             for process in later:

@@ -1,4 +1,4 @@
-"""Token shards read: rows against a brute-force oracle and the text pipeline; resume; refusals."""
+"""Token shards read: rows against a brute-force oracle and the text pipeline; resuming; errors."""
 
 import itertools
 import json
@@ -139,7 +139,7 @@ def test_every_target_once_an_epoch_in_a_new_order(make, characters):
 
 @pytest.mark.parametrize(("documents", "epochs"), [(30, 1), (1, 7)])
 def test_counts_follow_what_was_read(make, characters, documents, epochs):
-    """Also where a batch holds the last, padded row several times."""
+    """Counts are right if a batch has the last, padded row several times."""
     shards = [random_documents(1, documents, 50)]
     config = {"task": "tokens", "path": str(make(shards)), "prefetch": 0}
     iterator = make_pipeline(config, characters(), 4, 16, 0).train_iterator(epochs=epochs)
@@ -162,7 +162,7 @@ def test_resumes_to_the_very_next_batch(make, characters):
         return make_pipeline(config, characters(), 8, 32, seed=3, **rows).train_iterator()
 
     iterator, states, batches = check_resumes(make, 25, (0, 1, 7, 24))  # several epochs
-    # Another process's share, and another order of rows: a place is the same number for both.
+    # Another process's share and another order of rows: a position has the same number in both.
     part = make(rows=range(2, 5))
     part.set_state(json.loads(states[7]))
     for found, batch in zip(take(part, 5), batches[7:], strict=False):
@@ -186,7 +186,7 @@ def test_resumes_to_the_very_next_batch(make, characters):
 def test_a_validation_directory_of_its_own(make, characters):
     train, other = make([[[5, 6, 7]]], "train"), make([[[8, 9]], [[10]]], "other")
     config = {"task": "tokens", "path": str(train), "validation_path": str(other)}
-    config |= {"validation_fraction": 0.5}  # nothing more is taken
+    config |= {"validation_fraction": 0.5}  # no more rows are read
     pipeline = make_pipeline(config, characters(), 2, 4, 0)
     (batch,) = pipeline.validation_iterator()
     assert batch["targets"].tolist() == [[8, 9, 10, 0], [0, 0, 0, 0]]
@@ -236,7 +236,7 @@ def test_damaged_files(make, what):
     with pytest.raises(DataError, match=f"000001.{suffix}: {message}") as caught:
         open_corpus(directory)
     assert "\n" not in str(caught.value)
-    if what == "changed":  # which is not looked for when that is asked
+    if what == "changed":  # which this setting does not check
         assert open_corpus(directory, verify=False).shards[1].document(1).tolist() == [10, 11]
 
 

@@ -1,4 +1,4 @@
-"""Sources and tasks: what is read, and what each kind of bad input says."""
+"""Sources and tasks: the rows that are read, and the error of each kind of bad input."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ def test_text_passages_join_to_the_file(shared_data):
     records = read(open_source(str(path), passage_chars=5000))
     assert "".join(r["text"] for r in records) == path.read_bytes().decode()
     assert all(0 < len(r["text"]) <= 5000 for r in records)
-    # Speeches are parted by blank lines, far closer than half a passage: every cut is at one.
+    # Blank lines between speeches are closer than half a passage: every cut is at one.
     assert all(r["text"].endswith("\n\n") for r in records[:-1])
     assert [r["passage_starts"] for r in records] == [True] + [False] * (len(records) - 1)
     assert [r["passage_ends"] for r in records] == [False] * (len(records) - 1) + [True]
@@ -96,7 +96,7 @@ def test_tables_in_several_files(write, tmp_path):
     assert read(open_source(paths)) == [{"text": "0"}, {"text": "1"}]
     pyarrow.parquet.write_table(pyarrow.table({"other": [0]}), paths[1])
     refused("and 1 more: unlike columns.*: 'other', 'text'", open_source, paths, error=DataError)
-    # Another order of columns, other widths of their types.
+    # Another order of columns, and types of other widths.
     text, more = pyarrow.array(["0"]).dictionary_encode(), pyarrow.array(["1"], "large_string")
     tables = {"text": text, "n": pyarrow.array([1], "int32")}, {"n": [2], "text": more}
     for path, table in zip(paths, tables, strict=True):

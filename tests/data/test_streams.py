@@ -32,7 +32,7 @@ def hub(write, monkeypatch):
             builder.info.splits = datasets.SplitDict.from_split_dict(splits)
 
         class Counted:
-            features = None  # of JSON they are not known before it is read
+            features = None  # in JSON they are unknown before it is read
 
             def __init__(self, data):
                 self.data = data

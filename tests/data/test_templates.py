@@ -1,4 +1,4 @@
-"""Chat templates that loop or grow without end are stopped; ordinary ones write what they wrote."""
+"""Chat templates that loop or grow without end are stopped; ordinary ones are unchanged."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,7 @@ LONG = [LOOP, CALLS, "{{ 9 ** (9 ** 9) }}", "{{ lipsum(n=10**7) }}"]
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """A template has half a second."""
+    """Gives templates half a second."""
     monkeypatch.setattr(templates, "SECONDS", 0.5)
 
 
@@ -56,7 +56,7 @@ def test_what_grows_without_end_is_stopped(template, why):
 
 
 def test_what_loops_is_stopped_off_the_main_thread(impatient, tmp_path):
-    """As a model's directory brings it; the next conversation finds a new process."""
+    """A template from a model's directory is stopped; the next conversation gets a new process."""
     directory = save_tiny(tmp_path / "model")
     (directory / "chat_template.jinja").write_text(LOOP)
     encoder = Encoder(tokenizer_files.read_tokenizer(directory))

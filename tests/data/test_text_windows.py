@@ -1,4 +1,4 @@
-"""Perplexity windows: what each policy predicts, from what."""
+"""Perplexity windows: the targets and contexts of each policy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A byte-level BPE trained here: deterministic, loss-free, loaded by transformers without torch."""
+"""A byte-level BPE trained here: deterministic, lossless, loaded by transformers without torch."""
 
 import os
 import sys
@@ -55,7 +55,7 @@ def test_merges_follow_from_the_counts():
     """The most frequent pair is merged first: counted by hand on a corpus of two words."""
     tokenizer = train_tokenizer(["abab abab abab"] * 5 + ["cdd cdd"] * 4, 259 + 3)
     merges = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])[259:]
-    # a-b 30 times; of what is left ab-ab 15; then space-abab 10 (c-d and d-d: 8).
+    # a-b 30 times; after this merge ab-ab 15; then space-abab 10 (c-d and d-d: 8).
     assert [token for token, _ in merges] == ["ab", "abab", "Ġabab"]
 
 

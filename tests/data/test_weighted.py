@@ -14,7 +14,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.weighted import draws
 
 WEIGHTS = (0.5, 0.3, 0.2)
-# A token tells its member: letters, digits, capitals.
+# A token identifies its member: letters, digits, capitals.
 KINDS = (range(100, 126), range(51, 61), range(1003, 1030))
 
 
@@ -37,7 +37,7 @@ def pipeline(mixture, characters, rows=None, seed=3, **more):
 
 
 def members(batch):
-    """The member of each row, from its tokens; a row never mixes them."""
+    """The mixture's member of each row, from its tokens; a row never mixes members."""
     found = []
     for row, mask in zip(batch["targets"], batch["segment_ids"] > 0, strict=True):
         kinds = {k for k, ids in enumerate(KINDS) if {*row[mask].tolist()} & {*ids}}
@@ -53,7 +53,7 @@ def test_shares_after_2000_rows(mixture, characters):
     assert len(rows) == 2000 and list(counts) == [1000, 600, 400]
     assert list(iterator.shares.values()) == list(WEIGHTS)
     iterator.close()
-    # Exactly in proportion: within one row of each share at every moment.
+    # In proportion: within one row of each share at every step.
     far = np.cumsum(np.eye(3)[rows], axis=0) - np.outer(np.arange(1, 2001), WEIGHTS)
     assert np.abs(far).max() < 1
 

@@ -1,4 +1,4 @@
-"""Fixtures of several files of tests."""
+"""Fixtures that several test files share."""
 
 import socket
 

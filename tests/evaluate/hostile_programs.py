@@ -3,7 +3,7 @@
 None would do lasting harm if it succeeded.
 """
 
-# How it may end -> name -> program.
+# Allowed exit status -> name -> program.
 _ENDINGS = {
     "failed": {
         "fork bomb": "import os\nwhile True: os.fork()",
@@ -18,7 +18,7 @@ _ENDINGS = {
         "  with open(f'{i}', 'wb') as f: f.write(bytes(10**6))",
         "kills its parent": "import os, signal\n"
         "for s in signal.Signals: os.kill(os.getppid(), s)\nassert False",
-        "reaches all": "import os\nos.kill(-1, 0)",  # Signal 0 reaches whom SIGKILL would.
+        "reaches all": "import os\nos.kill(-1, 0)",  # Signal 0 reaches those of SIGKILL.
         "writes the library": "import os\n"
         "open(os.path.join(os.path.dirname(os.__file__), 'sandbox-was-here'), 'w')",
         "writes the root": "open('/sandbox-was-here', 'w')",
@@ -63,13 +63,13 @@ _ENDINGS = {
         "recursion": "def f(): f()\nimport sys\nsys.setrecursionlimit(10**9)\nf()"
     },
 }
-# name -> (program, how it may end)
+# name -> (program, allowed exit status)
 HOSTILE = {
     name: (program, set(endings.split()))
     for endings, programs in _ENDINGS.items()
     for name, program in programs.items()
 }
-# What a program must not be able to do, each tried in vain; raises if one works.
+# Forbidden actions; the program tries each and raises an error if one works.
 PRIVILEGES = """
 import ctypes, errno, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -98,7 +98,7 @@ assert sorted(os.listdir("/dev")) == ["null", "urandom", "zero"]
 with open("/tmp/mine", "w") as file: file.write("x")
 with open("/dev/null", "w") as file: file.write("x")
 """
-# Puts itself into the background twice, holds no file, and says its name to ps.
+# Moves itself into the background twice, opens no file, and sets its name for ps.
 DAEMON = """
 import ctypes, os, time
 def rename(): ctypes.CDLL(None).prctl(15, b"{tag}", 0, 0, 0)

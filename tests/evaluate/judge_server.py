@@ -40,7 +40,7 @@ class Server:
                 pass
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.handle_error = lambda *_: None  # a client that hung up is no news
+        self._server.handle_error = lambda *_: None  # a client may close the connection
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=[0.02], daemon=True).start()
 

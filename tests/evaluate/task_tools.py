@@ -1,4 +1,4 @@
-"""Task files and the requests a task makes of them."""
+"""Task files, and the requests that a task makes from them."""
 
 
 def requests_of(task, limit=8):
@@ -23,4 +23,4 @@ def hf_model(torch, directory, batch_size=8):
 
 
 class OwnTask:
-    """A task that is no configuration of the harness's."""
+    """A task that is a class, not a configuration of the harness."""

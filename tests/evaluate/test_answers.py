@@ -1,4 +1,4 @@
-"""Tasks answered and scored: scores by hand, intervals, whole questions, going on."""
+"""Tasks answered and scored: scores by hand, intervals, whole questions, resuming."""
 
 import collections
 import dataclasses
@@ -30,7 +30,7 @@ FIELDS += ("sentence1", "sentence2")
 
 
 def row_of(task, i):
-    """Row i of the official form: two questions of MultiRC with three answers, two of ReCoRD."""
+    """Row i in the official form: two questions of MultiRC with three answers, two of ReCoRD."""
     if task == "multirc":
         said = [{"text": f"a{j}", "label": int((i + j) % 3 > 0)} for j in range(3)]
         asked = [{"question": f"q{k}", "idx": k, "answers": said} for k in range(2)]
@@ -69,7 +69,7 @@ def model():
 
 @pytest.fixture
 def evaluate(monkeypatch, root, model, tmp_path):
-    """evaluate(out, *tasks): with a generator that says a word of the task by the prompt's crc."""
+    """evaluate(out, *tasks), with a generator whose answer depends on the prompt's crc."""
 
     class Generator:
         config, tokenizer, asked, dies_after = TINY, model.tokenizer, [], 10**6
@@ -96,7 +96,7 @@ def evaluate(monkeypatch, root, model, tmp_path):
 
 
 def by_hand(task, path):
-    """Scores of a file of answers, from the file alone."""
+    """Scores of a file of answers, computed only from the file."""
     rows = read_rows(path)
     said, gold = ([row[key] for row in rows] for key in ("prediction", "reference"))
     pairs = list(zip(said, gold, strict=True))

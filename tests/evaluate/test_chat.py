@@ -1,4 +1,4 @@
-"""Chat benchmarks: what is asked turn by turn, what is written, and going on where it stopped."""
+"""Chat benchmarks: the questions of each turn, the written files, and resuming."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def config_for(data_root, benchmark="mt_bench", **changes):
 
 
 class Recorder:
-    """In place of the generator: answers "answer <n>" and keeps what it was given."""
+    """Replaces the generator: answers "answer <n>" and stores its inputs."""
 
     def __init__(self, *arguments, **settings):
         self.calls = []
@@ -70,7 +70,7 @@ def recorder(monkeypatch):
 
 
 def test_what_the_model_is_given(data_root, model, recorder, tmp_path):
-    """Both turns through the template, each category at its temperature, its own end of turn."""
+    """Both turns use the template, the category's temperature and the template's end of turn."""
     config = config_for(data_root, system="Be kind.")
     results = chat.answer_questions(check_config(config), model, tmp_path / "out")
     tokenizer, seen = model.tokenizer, {}
@@ -97,7 +97,7 @@ def test_what_the_model_is_given(data_root, model, recorder, tmp_path):
 
 
 def test_the_benchmarks_own_forms(data_root, model, recorder, tmp_path):
-    """FastChat's fields and WizardLM's, and both are read back."""
+    """Files have FastChat's or WizardLM's fields, and both are read back."""
     for benchmark in chat.BENCHMARKS:
         config = config_for(data_root, benchmark, model_id="my model")
         results = chat.answer_questions(check_config(config), model, tmp_path / benchmark)
@@ -119,7 +119,7 @@ def test_the_benchmarks_own_forms(data_root, model, recorder, tmp_path):
 
 
 def test_going_on_gives_the_same_answers(data_root, model, tmp_path):
-    """Sampled texts, stopped anywhere: those there are kept, those that lack are as in one go."""
+    """After a stop, existing sampled texts are kept, and missing ones are as without a stop."""
     config = config_for(data_root, temperature=1.0, seed=5)
     whole = tmp_path / "whole"
     first = chat.answer_questions(check_config(config), model, whole)
@@ -144,7 +144,7 @@ def test_going_on_gives_the_same_answers(data_root, model, tmp_path):
 
 
 def test_answers_end_where_the_models_positions_do(data_root, model, recorder, tmp_path):
-    """What is left is asked for; a conversation that fills the model gets no more answers."""
+    """Answers use the remaining positions; a conversation without room gets no more answers."""
     ids = len("<s>") - 2 + len("<|user|>\nAsk 0?\n<|assistant|>\n")
     short = dataclasses.replace(LONG, max_position=ids + 4)
     small = Model(short, {}, model.tokenizer, "tiny")
@@ -157,7 +157,7 @@ def test_answers_end_where_the_models_positions_do(data_root, model, recorder, t
 
 
 def test_the_tokenizers_eos_ends_an_answer_too(model, tmp_path):
-    """Its template ends a turn with another special token, and the config names no eos."""
+    """The template ends a turn with another special token, and the config has no eos."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens("!", special_tokens=True)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
@@ -178,7 +178,7 @@ def test_turns_that_went_wrong_are_counted():
 
 
 def test_half_a_surrogate_pair_is_no_end_of_a_run(tmp_path):
-    """JSON can hold one, a file cannot: in an answer of a judge, and in a row."""
+    """JSON can contain one, a text file cannot: in an answer of a judge, and in a row."""
     body = json.dumps({"choices": [{"message": {"content": "good \ud83d [[8]] \U0001f600"}}]})
     assert "\\ud83d [[8]]" in body
     assert _text_of(body) == "good ? [[8]] \U0001f600"

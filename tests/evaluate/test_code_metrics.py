@@ -15,7 +15,7 @@ def records(folder, split: str) -> list[dict]:
 
 
 def statuses(rows: list[dict], programs: list[str], limits: Limits = Limits()) -> list[str]:
-    """How each task's program ends."""
+    """The exit status of each task's program."""
 
     def status(row: dict, program: str) -> str:
         setup = "\n".join(row.get("test_imports") or [row.get("test_setup_code", "")])

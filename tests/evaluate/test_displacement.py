@@ -44,7 +44,7 @@ def torch_psi(torch, directory, documents) -> dict[str, dict[str, np.ndarray]]:
 
 
 def check(result: dict, expected: dict[str, dict[str, np.ndarray]]) -> float:
-    """Psi within 1e-6 of the oracle's, and what is made of it; returns the largest error."""
+    """Checks Psi and its summaries against the oracle to 1e-6; returns the largest error."""
     error = 0.0
     for part, readings in ((result, expected["all"]), (result["last"], expected["last"])):
         for name, psi in readings.items():
@@ -91,7 +91,7 @@ def write_lines(path, texts, field="text"):
 @quickly
 @pytest.mark.parametrize("bos", ["segment", "none"])
 def test_documents_of_unequal_length_equal_torch(torch, tmp_path, capsys, bos):
-    """Each alone with torch, padded here; one is cut, one beyond `max_documents` not read."""
+    """Torch gets one document at a time, we pad; one is cut, one is beyond `max_documents`."""
     model = load_model(save_tiny(tmp_path / "model"))
     path = write_lines(tmp_path / "documents.jsonl", [*LINES, "left out"], field="body")
     own = {"batch_size": 3, "max_documents": 4, "window": 20, "text_field": "body", "bos": bos}
@@ -113,7 +113,7 @@ def test_documents_of_unequal_length_equal_torch(torch, tmp_path, capsys, bos):
 
 @quickly
 def test_padding_changes_nothing():
-    """Documents together, in batches of any size, as each one alone; with windows of attention."""
+    """Batches of any size give the values of single documents, also with attention windows."""
     config = tiny_of("gemma3", layers=7)
     params, rng = random_params(config), np.random.default_rng(1)
     documents = [rng.integers(0, config.vocab_size, length) for length in (9, 2, 1, 14, 5)]
@@ -131,7 +131,7 @@ def test_padding_changes_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_table_1_of_real_models_equals_torch(torch, request, shared_data, tmp_path, name):
-    """The paper's protocol: documents of LAMBADA; Psi to 1e-6 of float64 on torch's states."""
+    """The paper's protocol on documents of LAMBADA: Psi within 1e-6 of torch's in float64."""
     gguf = request.getfixturevalue(f"{name}_gguf")
     path = shared_data / "lambada" / "test.jsonl"
     result = analysed(tmp_path / "run", gguf, jsonl=str(path), max_documents=12)

@@ -18,7 +18,7 @@ def test_a_server_that_names_another_encoding(server, kind):
 
 
 def test_the_environment_adds_nothing(server, monkeypatch):
-    """No name, header or key of it goes to the endpoint; what an address asks stays secret."""
+    """No name, header or key of the environment is sent; the query of an address stays secret."""
     custom = "X-Secret: hidden\nAuthorization: Bearer other"
     for name, value in (("ORG_ID", "o"), ("PROJECT_ID", "p"), ("CUSTOM_HEADERS", custom)):
         monkeypatch.setenv(f"OPENAI_{name}", value)

@@ -30,7 +30,7 @@ DRIPS = {  # what comes at once, and then again and again
 
 @contextlib.contextmanager
 def serving(first: bytes, again: bytes = b"", pause: float = 0.02):
-    """The address of a server of one answer a connection."""
+    """The address of a server with one answer per connection."""
     server, ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
 
     def answer(connection):
@@ -55,7 +55,7 @@ def serving(first: bytes, again: bytes = b"", pause: float = 0.02):
 
 
 def asked(address: str, timeout: float = 0.4) -> tuple[str, float]:
-    """(the failure, seconds it took)."""
+    """(the failure, its seconds)."""
     start = time.monotonic()
     with pytest.raises(EndpointError) as failed:
         Endpoint(url=address, model="m", timeout=timeout, retries=0).ask("s", "u")

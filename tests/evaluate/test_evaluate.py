@@ -79,7 +79,7 @@ def test_batches_do_not_matter_and_soft_caps_count():
 
 
 def test_a_broken_model_has_infinite_perplexity(tmp_path):
-    """Not an overflow error: attacks may do this."""
+    """An infinite perplexity is not an overflow error, because attacks may cause it."""
     params = random_params(LLAMA)
     params["embed"]["embedding"] = params["embed"]["embedding"] * np.float32(3e4)
     rows = np.random.default_rng(0).integers(0, 258, (1, 9))
@@ -170,7 +170,7 @@ def test_an_array_that_claims_more_than_there_is(tmp_path):
 
 
 def test_labels_in_every_form_of_a_file(tmp_path, capsys):
-    """One accuracy, whatever the file and the type; rows without an answer are counted."""
+    """The accuracy does not depend on file format or type; rows without an answer are counted."""
     import datasets
 
     tiny_models.save_tiny_reader(tmp_path / "bert")

@@ -1,4 +1,4 @@
-"""Generation: the tokens of a plain loop, whatever the batch; stops, limits, hostile prompts."""
+"""Generation equals a plain loop for any batch; stops, limits, hostile prompts."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ PROMPTS = [[0, 5, 9], [0, 40, 41, 42, 43, 44, 45], [7], [0, 200, 100, 17, 3]]
 
 
 def programs():
-    """Numbers of prompts and of tokens."""
+    """Numbers of compiled programs for prompts and for tokens."""
     return generate._prefill._cache_size(), generate._decode._cache_size()
 
 
@@ -67,7 +67,7 @@ def test_draws_depend_on_the_seed_and_the_row_alone(generator):
     together = generator(PROMPTS, warm, progress=None)
     again = generator([*PROMPTS, *PROMPTS[:2]], warm, progress=None)
     assert together == again[:4]
-    # The same prompt in another row draws otherwise.
+    # The same prompt in another row has other draws.
     assert again[4] != again[0]
     other = generator(PROMPTS, dataclasses.replace(warm, seed=4), progress=None)
     assert all(a.tokens != b.tokens for a, b in zip(together, other, strict=True))
@@ -126,7 +126,7 @@ def test_stop_strings_and_eos_end_a_text(generator):
     assert found[0].tokens == whole[0].tokens[: len(found[0].tokens)]
     for one, full in zip(found[1:], whole[1:], strict=True):
         assert one == full or (one.finish == "stop" and full.text.startswith(one.text))
-    # It may begin or end with a special token, which is in no text that is shown.
+    # It may begin or end with a special token, which decoded text does not show.
     tokens, tokenizer = whole[0].tokens, byte_tokenizer()
     new = (i for i, token in enumerate(tokens) if i and token not in tokens[:i])
     place = next(i for i in new if tokenizer.decode(tokens[i + 1]).isascii())
@@ -149,13 +149,13 @@ def test_stop_strings_and_eos_end_a_text(generator):
         one = made(PROMPTS, sampling, progress=None)[1]
         first = whole[1].tokens.index(eos)
         assert one.tokens == whole[1].tokens[: first + 1] and one.finish == "eos"
-        # All that came before it is there, also where it ends in the middle of a chunk.
+        # All text before it is kept, also if it ends in the middle of a chunk.
         assert one.text == made.tokenizer.decode(one.tokens, skip_special_tokens=True)
         assert len(one.text) >= 1
 
 
 def test_one_program_a_size(generator):
-    """A size that no other test here has: one program each, whatever the settings."""
+    """A size that no other test here uses needs one program each, for any settings."""
     prompts, before = [[0, 3, 1], [0, 4]], programs()
     for temperature in (0.0, 0.5, 0.7):
         for count in (33, 40):

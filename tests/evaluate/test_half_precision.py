@@ -1,4 +1,4 @@
-"""What bfloat16 changes of real models: perplexity hardly, a few of the harness's choices."""
+"""Effects of bfloat16 on real models: a small change of perplexity, a few changed choices."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -46,7 +46,7 @@ PAIRS = [
     ("", "an empty context"),
     ("<s>begins with a bos", " of its own"),
     ("ü", "ber"),
-    (TEXT[:150], TEXT[150:170]),  # longer than the model's positions: the oldest go
+    (TEXT[:150], TEXT[150:170]),  # longer than the model's positions: the oldest tokens are cut
 ]
 
 
@@ -75,7 +75,7 @@ class Terminal(io.StringIO):
 
 
 def test_every_request_moves_a_bar(tiny, monkeypatch):
-    """On a terminal; a caller's own bar is told of every batch."""
+    """On a terminal; a caller's progress bar gets every batch."""
     monkeypatch.setattr(sys, "stderr", Terminal())
     tiny.loglikelihood([instance("The cat", " sat"), instance("A", " dog"), instance("A", " rat")])
     tiny.generate_until([instance("x" * i, {"until": [], "max_gen_toks": 2}) for i in (1, 2, 3)])
@@ -88,7 +88,7 @@ def test_every_request_moves_a_bar(tiny, monkeypatch):
 
 
 def test_long_prompts_lose_what_the_torch_model_loses(tiny, torch_lm):
-    """By the model's positions, and by a `max_length` below them; a bos stays."""
+    """Prompts are cut to the model's positions or a smaller `max_length`; a bos is kept."""
     wanted = {"until": ["\n\n\n"], "max_gen_toks": 20}
     requests = [instance(TEXT[i : i + 200], wanted) for i in range(0, 120, 10)]
     assert tiny.generate_until(requests) == torch_lm.generate_until(requests)
@@ -107,7 +107,7 @@ def test_long_prompts_lose_what_the_torch_model_loses(tiny, torch_lm):
 
 
 def test_special_tokens_end_a_text(lm_eval):
-    """They are not in the text: a stop string, the tokenizer's eos, and both with neither."""
+    """The end is not in the text: a stop string or the tokenizer's eos, and texts with neither."""
     request = instance("The cat", {"until": ["never-there"], "max_gen_toks": 40})
     whole = lm_of(eos_id=None).generator([byte_tokenizer().encode("The cat")], Sampling(40))[0]
     place = next(i for i in range(2, 40) if whole.tokens[i] not in whole.tokens[:i])
@@ -121,7 +121,7 @@ def test_special_tokens_end_a_text(lm_eval):
     assert len(lm.generate_until([request])[0]) > len(wanted)
     ended.eos_token = name
     assert lm_of(ended, eos_id=(257,)).generate_until([request]) == [wanted]
-    # A token that is no special one is looked for in the text.
+    # An ordinary token is searched in the text.
     stop, eos = lm_of()._ends(["a", "ab", "</s>", "</s>b"])
     assert stop == ("a", "ab", "</s>b") and eos == (1,)
     # The stop strings of the config are added to those of the request.

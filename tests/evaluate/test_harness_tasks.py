@@ -1,4 +1,4 @@
-"""The task pack: the harness's own requests from local files, few-shot examples, bad files."""
+"""Tasks from local files: the harness's requests, few-shot examples, bad files."""
 
 import ast
 import json
@@ -58,7 +58,7 @@ HUB = {"arc_challenge": _arc, "mmlu_virology": _mmlu, "triviaqa": _triviaqa, "ra
 HUB |= {"swag": _swag, "cb": _number("entailment", "contradiction", "neutral")}
 HUB |= {"sglue_rte": _number("entailment", "not_entailment"), "wic": _number(False, True)}
 HUB |= {"boolq": _number(False, True), "social_iqa": lambda x: x | {"label": str(x["label"])}}
-# (task, examples); arc_easy is shared as instructions. RACE and LAMBADA have a test split alone:
+# (task, examples); arc_easy is shared as instructions. RACE and LAMBADA only have a test split:
 # the stock tasks draw examples from it, the question itself not excepted, which is not copied.
 STOCK = [name for name in TASKS if TASKS[name].stock and name not in ("arc_easy", "mmlu")]
 STOCK += ["mmlu_virology"]
@@ -76,7 +76,7 @@ def files_of(name):
 
 @pytest.mark.parametrize("name, shots", PARITY)
 def test_requests_are_those_of_the_harness(shared_data, tmp_path, name, shots):
-    """Local forms by the pack; the hub's by the harness's own task and its own JSON reader."""
+    """Requests from local files equal those of the harness's task with its JSON reader."""
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -107,7 +107,7 @@ def test_requests_are_those_of_the_harness(shared_data, tmp_path, name, shots):
 
 
 def test_mbpp_asks_as_the_harness_does(lm_eval, shared_data):
-    """Its module downloads a metric when it is loaded: its text is read here."""
+    """The harness's module downloads a metric when it is imported, so its source is read here."""
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -258,7 +258,7 @@ def test_a_broken_training_file_is_not_passed_over(tmp_path):
 
 @pytest.mark.parametrize("name", ["gsm8k", "race"])
 def test_fewshot_from_evaluation(shared_data, name):
-    """Never the question itself, whatever splits the harness's task has."""
+    """The question itself is never an example, whatever splits the harness's task has."""
     examples = {"num_fewshot": 5, "fewshot_from": "evaluation"}
     [task] = make_task_pack(str(shared_data), name, **examples).tasks
     assert task.config.metadata["fewshot_file"] == task.config.metadata["evaluation_file"]

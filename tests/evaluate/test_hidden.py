@@ -15,7 +15,7 @@ from ffn_heterogeneity.probes.observe import token_batches
 
 @pytest.mark.parametrize("family", ["bert", "llama", "gemma2", "gpt2", "gpt_neox"])
 def test_states_are_those_of_transformers(family, torch, tmp_path):
-    """The embedding first, the last one behind the final norm where there is one."""
+    """The embedding is first; the last state is after the final norm, if there is one."""
     from transformers import AutoModel
 
     config = dataclasses.replace(tiny_of(family), pad_id=1)

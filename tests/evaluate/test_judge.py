@@ -1,4 +1,4 @@
-"""The judge against a server in this process: good ones, and every kind of bad one."""
+"""The judge against a server in this process: good answers and every kind of bad one."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def user_text(request):
 
 @pytest.fixture
 def files(tmp_path):
-    """Three questions, two models' answers and references, as the benchmark has them."""
+    """Three questions, answers of two models, and references, in the benchmark's form."""
 
     questions = [
         {"question_id": i, "category": kind, "turns": [f"Ask {i}", f"And {i} {{x}}"]}
@@ -59,7 +59,7 @@ def nowhere(path, text):
 
 
 def test_ratings(server, files, tmp_path):
-    """Every turn is rated; FastChat's fields; the mean by turn and category; the key is nowhere."""
+    """Ratings of every turn, FastChat's fields, means by turn and category; no file has the key."""
     server.behave = lambda n, data: chat(
         f"Good, as [[1]] of them. Key {KEY}.\nRating: [[{8 if 'And' in user_text(data) else 6}]]"
     )
@@ -80,7 +80,7 @@ def test_ratings(server, files, tmp_path):
     names = {(row["question_id"], row["turn"]): row["judge"] for row in rows}
     assert names[0, 1] == ["the/judge", "single"] and names[0, 2][1] == "single-multi-turn"
     assert names[1, 2][1] == "single-reference-multi-turn"
-    # The judge sees the conversation up to the turn, and a reference where there is a right one.
+    # The judge gets the conversation up to the turn, and a reference if there is one.
     prompts = {(row["question_id"], row["turn"]): row["user_prompt"] for row in rows}
     assert "ours says 0" in prompts[0, 1] and "ours adds 0" not in prompts[0, 1]
     assert "ours says 0" in prompts[0, 2] and "ours adds 0" in prompts[0, 2]
@@ -91,7 +91,7 @@ def test_ratings(server, files, tmp_path):
     assert data["model"] == "the/judge" and data["temperature"] == 0.0
     assert data["max_tokens"] == 2048
     assert nowhere(tmp_path / "out", KEY) and "Key <key>." in rows[0]["judgment"]
-    # All is there: nothing is asked again.
+    # All answers exist: nothing is asked again.
     again = judged(config_for(server, files), tmp_path / "out")
     assert len(server.requests) == 6 and again["score"] == results["score"]
 
@@ -100,7 +100,7 @@ def test_ratings(server, files, tmp_path):
 
 
 def test_pairs_are_asked_both_ways(server, files, tmp_path):
-    """A fair judge finds the better model; one that likes the first place finds only ties."""
+    """A fair judge finds the better model; a judge that prefers the first place gives only ties."""
 
     def fair(n, data):
         text = user_text(data)
@@ -166,7 +166,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_failures_are_kept_and_asked_again(server, files, tmp_path, name, capsys):
-    """Counted, written with their reason, said; the next run asks for these alone."""
+    """Failures are counted, stored with a reason and reported; the next run repeats only these."""
     behave, why = FAILURES[name]
     ask = "And 1"
     server.behave = lambda n, data: behave(n, data) if ask in user_text(data) else chat("[[4]]")
@@ -191,8 +191,8 @@ def test_failures_are_kept_and_asked_again(server, files, tmp_path, name, capsys
 
 
 def test_busy_servers_are_tried_again(server, monkeypatch):
-    """429 and then well, after the client's waits or the server's; a refusal is final."""
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)  # not sent to an endpoint that wants none
+    """A 429 is repeated after the client's or the server's wait; other errors are final."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)  # not sent to an endpoint without a key
     waits, sleep = [], anyio.sleep
     monkeypatch.setattr(anyio, "sleep", lambda seconds: waits.append(seconds) or sleep(0))
     made = Endpoint(url=server.url + "/v1/", model="m", retries=4)
@@ -213,7 +213,7 @@ def test_busy_servers_are_tried_again(server, monkeypatch):
 
 
 def test_nobody_there(server, files, tmp_path, capsys):
-    """A dead address ends the run soon, with all questions for the next one."""
+    """Without a server the run ends soon; the next run asks all questions."""
     dead = Server()
     dead.close()
     server.url = dead.url
@@ -257,7 +257,7 @@ def test_settings_that_cannot_be(server, files, tmp_path, changes, message):
 
 @pytest.mark.parametrize("status", [200, 400])
 def test_half_a_key_is_not_kept(server, files, tmp_path, status):
-    """A body that echoes the key just where it is cut for the report."""
+    """A body that has the key where the report cuts it."""
     for before in (90, 190, 1990):
         body = ("x" * before + KEY + "y" * 50).encode()
         server.behave = lambda n, data, body=body: (status, {}, body)
@@ -284,7 +284,7 @@ def test_a_key_that_is_none_is_not_shown(server, files, monkeypatch):
 
 
 def test_a_key_is_in_no_log_and_no_repr(server, caplog):
-    """With the client's own debugging on."""
+    """The key is absent also with the client's debug log."""
     server.behave = lambda n, data: (401, {}, f"bad key {KEY}".encode())
     made = Endpoint(url=server.url, model="m", key=KEY, retries=0)
     with caplog.at_level("DEBUG"), pytest.raises(EndpointError) as failed:

@@ -1,4 +1,4 @@
-"""What a judge's words say: ratings and verdicts, of which the last one counts."""
+"""Ratings and verdicts in a judge's text; the last one counts."""
 
 import pytest
 from tiny_runs import refused

@@ -1,4 +1,4 @@
-"""Metrics of labels and numbers against their definitions; intervals that cover."""
+"""Metrics of labels and numbers against their definitions; coverage of the intervals."""
 
 import numpy as np
 import pytest

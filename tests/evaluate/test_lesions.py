@@ -44,14 +44,14 @@ def test_every_damage_is_that_of_the_whole_model(case):
         nll = perplexity(config, restack(config, tree), rows, progress=None)["nll"]
         assert row["damage"] == pytest.approx(nll - whole, abs=2e-6)
         scores = layer_scores("entropy", tree["layers"][row["layer"]]["ffn"], layer=0)
-        # The row set to 0 ranks first of all there; the others keep their order.
+        # The zeroed row has the first rank; the others keep their order.
         own = layer_scores("entropy", unstack(params)["layers"][row["layer"]]["ffn"], layer=0)
         below = (own < own[row["neuron"]]).sum()
         assert row["entropy_rank"] == pytest.approx(below / (len(scores) - 1))
 
 
 def test_it_goes_on(case):
-    """Lines that are there are not computed again; half a line is, and is not built upon."""
+    """Complete lines are not computed again; an incomplete line is."""
     *_, results, root, settings = case
     lines = (root / "metrics.jsonl").read_text().splitlines(keepends=True)
     changed = json.loads(lines[1]) | {"nll": 99.0}

@@ -35,7 +35,7 @@ def model():
 
 
 def test_news_are_asked_for_as_by_longbench(lm_eval, shared_data):
-    """The prompt of a real row, and the stock task's own words and length."""
+    """The prompt of a real row equals the stock task's text and length."""
     [task] = make_task_pack(str(shared_data), "longbench_multi_news").tasks
     assert len(task.eval_docs) == 200
     row = read_rows(shared_data / "longbench" / "multi_news.jsonl")[0]
@@ -54,7 +54,7 @@ def test_news_are_asked_for_as_by_longbench(lm_eval, shared_data):
 
 
 def test_questions_are_the_published_prompts(model, shared_data):
-    """English questions alone, each with its own length of answer."""
+    """Only English questions, each with its length of answer."""
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
     [task] = make_task_pack(str(shared_data), "minilongbench_qa").tasks
@@ -136,7 +136,7 @@ def oracle_f1(prediction, answer):
 
 
 def test_answers_are_scored_as_by_longbench(shared_data):
-    """The best over the answers; of TriviaQA's the first line that is not empty."""
+    """The best score over the answers; for TriviaQA, of the first line that is not empty."""
     [task] = make_task_pack(str(shared_data), "minilongbench_qa").tasks
     seen = collections.Counter()
     for doc in task.eval_docs:
@@ -167,7 +167,7 @@ def test_long_prompts_lose_their_middle(model, shared_data):
         found = lm._prompt(text, new, middle=True)
         assert found == [*ids[:first], *ids[len(ids) - last :]]
     assert lm._prompt("short", 80, middle=True) == lm.tok_encode("short")
-    # Told by the row.
+    # Given in the row.
     asked, answer = [], Generation("x", [5], "eos")
     lm.generator = lambda prompts, *_, **__: asked.extend(prompts) or [answer] * len(prompts)
     requests = [instance(text, {"max_gen_toks": 80}) for _ in range(2)]

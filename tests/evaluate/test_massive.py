@@ -1,4 +1,4 @@
-"""The analysis of massive activations: its numbers are the model's, its rows the sentence's."""
+"""The analysis of massive activations: numbers equal the model's, rows are tokens."""
 
 import numpy as np
 import pytest

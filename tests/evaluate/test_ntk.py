@@ -1,4 +1,4 @@
-"""Tangent kernels and output errors of one block, against gradients and products of others."""
+"""Tangent kernels and output errors of one block, against other implementations."""
 
 import math
 
@@ -53,14 +53,14 @@ def ffn_of(model, layer=LAYER):
 
 
 def measured(model, data, layer=LAYER):
-    """Kernels by what is under test, and the states."""
+    """Kernels of the code under test, and the states."""
     seen = ntk.token_states(model, data, layer, batch_size=4, options=DOUBLE, progress=None)
     kernels = ntk.tangent_kernels(model.config, ffn_of(model, layer), seen["x"], seen["delta"])
     return kernels | seen
 
 
 def by_gradients(model, data, layer=LAYER):
-    """Row by row, without padding: whole gradients of the leaves that train."""
+    """Gradients of all leaves that train, row by row and without padding."""
     config, head, rows = model.config, make_head(model.config, model.config.head), []
 
     @jax.jit
@@ -106,7 +106,7 @@ OTHERS += [(None, "down", "score"), ("svd", "down", "mask")]
 
 @pytest.mark.parametrize(("method", "name", "leaf"), OTHERS)
 def test_leaves_whose_gradients_are_others_are_refused(method, name, leaf):
-    """In every kernel of a block; and a mask on factors, whose gradients are no outer products."""
+    """In every kernel of a block; also a mask on factors, whose gradients are no outer products."""
     model = tiny_reader("llama")
     if method:
         model, _ = fuse(model, {"method": method, "ratio": 0.5, "layers": str(LAYER)})

@@ -1,4 +1,4 @@
-"""The sandbox against programs that try to get out (hostile_programs.py), tried for real."""
+"""The real sandbox against programs that try to escape (hostile_programs.py)."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ BOTH = pytest.mark.parametrize("mechanism", ["namespaces", "bwrap"])
 
 
 def alive(tag: str) -> Path | None:
-    """The process of that name."""
+    """The /proc directory of the process with that name, or None."""
     for path in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):  # gone meanwhile
             if path.read_text().strip() == tag:
@@ -42,7 +42,7 @@ def alive(tag: str) -> Path | None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_fail(mechanism, name):
     program, endings = HOSTILE[name]
-    # Filling 256 MB takes more than a second of a machine that is slow to give pages.
+    # Filling 256 MB takes more than a second on a machine with slow page allocation.
     limits = dataclasses.replace(LIMITS, cpu_seconds=10) if endings == {"memory"} else LIMITS
     start = time.monotonic()
     outcome = run_code(program, allow=True, limits=limits, mechanism=mechanism)
@@ -60,7 +60,7 @@ def test_many_files(mechanism):
 
 @BOTH
 def test_what_is_outside_stays_outside(mechanism, tmp_path, monkeypatch):
-    """Files, connections, environment and processes of others: neither seen nor changed."""
+    """Files, connections, environment and processes outside are neither visible nor changed."""
     monkeypatch.setenv("SANDBOX_TEST", SECRET)
     sentinel = tmp_path / "sentinel"
     sentinel.write_text(SECRET)
@@ -128,7 +128,7 @@ def test_dies_with_its_parent(mechanism):
     parent = subprocess.Popen([sys.executable, "-c", code, program, mechanism], cwd=PACKAGE.parent)
     try:
         process = wait_for(lambda: alive(tag))
-        if mechanism == "namespaces":  # where memory runs out, it goes first
+        if mechanism == "namespaces":  # it is killed first if memory is short
             assert (process / "oom_score_adj").read_text() == "1000\n"
     finally:
         parent.kill()
@@ -174,7 +174,7 @@ def test_right_programs_pass(mechanism, monkeypatch):
 
 
 def test_known_limit_a_program_made_to_cheat_passes(namespaces):
-    """Documented: a value equal to everything passes any test of equality."""
+    """A documented limit: a value equal to everything passes any test of equality."""
     cheat = "class A:\n  def __eq__(self, other): return True\nf = lambda n: A()\n"
     assert run_code(cheat + "assert f(10) == 45", allow=True, mechanism=namespaces).passed
 
@@ -200,7 +200,7 @@ run_code("print('it ran')", allow=True)
 
 
 def test_nothing_runs_where_namespaces_are_forbidden(namespaces):
-    """As in most containers: unshare is not permitted."""
+    """Without permission for unshare, as in most containers."""
     done = run_program(sys.executable, "-c", FORBIDDEN, SANDBOX, cwd=PACKAGE.parent)
     assert done.out.startswith("Mechanism(name='none'") and "it ran" not in done.out
     last = done.err.strip().splitlines()[-1]
@@ -210,7 +210,7 @@ def test_nothing_runs_where_namespaces_are_forbidden(namespaces):
 
 
 def test_a_sandbox_that_does_not_hold_is_not_trusted(namespaces, monkeypatch):
-    """Every demand of the proof fails where its limit is lifted."""
+    """Each check of the sandbox fails if its limit is removed."""
     lifted = {"memory": {"memory_bytes": 1 << 40}, "file size": {"file_bytes": 1 << 30}}
     lifted |= {"disk": {"disk_bytes": 1 << 30}, "number of processes": {"processes": 64}}
     for name, change in lifted.items():

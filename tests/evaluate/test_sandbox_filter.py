@@ -1,4 +1,4 @@
-"""The filter of system calls, run here as the kernel would run it."""
+"""The filter of system calls, interpreted as in the kernel."""
 
 import importlib
 import os
@@ -14,7 +14,7 @@ SANDBOX = Path(sandbox.__file__).parent
 
 
 def filtered(code: bytes, architecture: int, number: int, first: int = 0) -> int:
-    """What the filter answers to a system call: the kernel's little machine, written again."""
+    """The filter's result for a system call, by a small copy of the kernel's interpreter."""
     data = struct.pack("<iIQQ", number, architecture, 0, first)
     instructions = list(struct.iter_unpack("<HBBI", code))
     place, held = 0, 0

@@ -1,4 +1,4 @@
-"""Requests that share beginnings are scored as if each stood alone."""
+"""Requests that share prefixes get the same scores as single requests."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def requests_of(seed: int = 0, vocab: int = 29) -> list[tuple[list[int], list[int]]]:
-    """Questions with four answers behind few-shot examples, some answers the same, one bare."""
+    """Questions with four answers after few-shot examples (some equal), and one short request."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(3):
@@ -37,9 +37,9 @@ def logits_of(config, params, tokens):
 
 
 def alone(config, params, context, continuation) -> tuple[float, bool]:
-    """By the whole row's logits in float64."""
+    """Scores from the logits of the whole row, in float64."""
     ids = context + continuation
-    # What follows does not matter, and one length compiles once.
+    # Later tokens do not matter, and one length compiles once.
     row = np.array([ids + [0] * (24 - len(ids))])
     logits = np.asarray(logits_of(config, params, row)[0], np.float64)
     logits = logits[len(context) - 1 : len(ids) - 1]
@@ -73,18 +73,18 @@ def test_what_is_shared_is_computed_once():
     inputs = {tuple(c + a)[:n] for c, a in requests for n in range(1, len(c + a))}
     laid = sum(len(row.tokens) for row in plan.rows)
     assert max(len(row.tokens) for row in plan.rows) <= 48
-    # Every distinct beginning once, but for those that two rows share.
+    # Every distinct prefix once, except those that two rows share.
     assert len(inputs) <= laid <= len(inputs) + 16 * (len(plan.rows) - 1)
     assert laid < sum(len(c + a) - 1 for c, a in requests) / 2
     one = plan_rows(requests, row_tokens=10_000)
     assert len(one.rows) == 1 and len(one.rows[0].tokens) == len(inputs)
-    # Twice the same question and answer is asked once.
+    # Equal pairs of question and answer are scored once.
     places = [(c + a, n) for c, a in requests for n in range(len(c), len(c + a))]
     assert len(one.rows[0].asked) == len({(tuple(ids[:n]), ids[n]) for ids, n in places})
 
 
 def test_one_program_for_any_requests():
-    """A width that no other test here has; one or two programs, by the most that a batch asks."""
+    """A width that no other test here uses: one or two programs, by the scores per batch."""
     config = dataclasses.replace(LLAMA, layers=(LayerConfig(13),))
     params, before = random_params(config), _asked_scores._cache_size()
     for seed in (1, 2, 3):

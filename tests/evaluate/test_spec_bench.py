@@ -1,4 +1,4 @@
-"""Spec-Bench: its 480 questions as published, how each is sampled, and what its judge is shown."""
+"""Spec-Bench: its 480 published questions, their sampling, and the prompts of its judge."""
 
 import collections
 import dataclasses
@@ -21,7 +21,7 @@ def questions(shared_data):
 
 
 def test_the_published_questions(questions, shared_data):
-    """80 of MT-bench as they are there, and 80 of each further category."""
+    """80 unchanged questions of MT-bench, and 80 of each further category."""
     mt_bench = chat.read_questions("mt_bench", str(shared_data))
     assert [q[:3] for q in questions[:80]] == [q[:3] for q in mt_bench]
     counts = collections.Counter(q.category for q in questions[80:])
@@ -29,14 +29,14 @@ def test_the_published_questions(questions, shared_data):
     assert {len(q.turns) for q in questions[80:]} == {1}
     lacking = {q.category for q in questions[80:] if not q.reference}
     assert lacking == {"qa"}
-    # Of several right answers each has its line.
+    # Each of several right answers has a line.
     rag = next(q for q in questions if q.category == "rag")
     assert rag.reference[0].startswith("a source of lumber\naiding in regulating climate")
     assert not any("['" in text for q in questions for text in q.reference)
 
 
 def test_temperatures(questions):
-    """MT-bench's for its categories, 0 for the others, and what the config says for all."""
+    """MT-bench's temperatures for its categories, 0 for the others, or the config's for all."""
     config = config_of("chat", model="m", benchmark="spec_bench")
     settings = settings_from(chat.ChatSettings, config)
     for question in questions:
@@ -50,7 +50,7 @@ def test_temperatures(questions):
 
 
 def test_what_the_judge_is_shown(questions, shared_data, tmp_path):
-    """Each turn a job, with the question's own reference where its category is judged by one."""
+    """Each turn is a job, with the question's reference if its category is judged with one."""
     rows = [chat.answer_row("spec_bench", q, "tiny", ["said"] * len(q.turns)) for q in questions]
     path = write_rows(tmp_path / "answers.jsonl", rows)
     own = {"url": "http://localhost:1", "judge_model": "judge", "key_env": ""}

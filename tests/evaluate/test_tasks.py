@@ -1,4 +1,4 @@
-"""Whole evaluations by the harness: stock groups and tags, limits, going on where one stopped."""
+"""Complete evaluations by the harness: stock groups and tags, limits, resuming."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def questions(count):
 
 
 def task_file(folder, name, count, metrics=("acc",), **settings):
-    """A stock task over a file of questions."""
+    """Writes a file of questions for a stock task."""
     data = folder / f"{name}.jsonl"
     write_rows(data, questions(count))
     files = {"data_files": {"validation": str(data)}, "cache_dir": str(folder / "cache")}
@@ -77,14 +77,14 @@ def stock(tmp_path, monkeypatch):
 
 
 def test_stock_groups_and_tags(stock, model):
-    """A group's row is over all questions, or the harness's own; of a tag every task has one."""
+    """A group's row is over all questions, or the harness's own; each task of a tag has one."""
     config = config_of("harness", model="x", tasks=("plain",))
     found = evaluated(config, model)
     assert list(found) == ["plain", "few", "many"]
     few, many, plain = found["few"], found["many"], found["plain"]
     assert (few["n"], many["n"], plain["n"], plain["shots"]) == (2, 5, 7, 0)
     assert plain["acc"] == pytest.approx((2 * few["acc"] + 5 * many["acc"]) / 7)
-    # Of a metric that only one of them has, that one's.
+    # For a metric that only one of them has: that value.
     assert "acc_norm" not in few and plain["acc_norm"] == many["acc_norm"]
     assert plain["acc_low"] < plain["acc"] < plain["acc_high"]
     config.tasks = ("both", "mean")
@@ -102,7 +102,7 @@ def test_foreign_code_tasks_are_refused(stock, model, tmp_path):
     refused("coding runs generated programs, without a sandbox", evaluated, config, model)
 
 
-# Of the harness, unmarked: sympy's parse_expr, an eval, reads what the model wrote in a box.
+# Not marked by the harness: sympy's parse_expr (an eval) reads the boxed answer of a model.
 UNREAD = "!function lm_eval.tasks.score.math.utils_math.process_results"
 
 
@@ -139,7 +139,7 @@ doc_to_target: answer
 def test_no_grader_that_nobody_read_sees_what_a_model_wrote(
     stock, model, tmp_path, monkeypatch, grader
 ):
-    """Unmarked by the harness; the canary is a file that the model's answer would make."""
+    """A grader that the harness does not mark; a model's answer would create the canary file."""
     from lm_eval.tasks.score.math import math_grader
 
     from ffn_heterogeneity.evaluate.harness import HarnessLM
@@ -173,7 +173,7 @@ def test_graders_that_were_read_grade(stock, model, tmp_path, monkeypatch, lm_ev
 
 
 def test_read_graders_are_those_of_the_harness_here(lm_eval):
-    """Each digest is a file's, none imports a file that was not read, none evaluates."""
+    """Each digest is that of a file; none imports a file without review, none evaluates code."""
     paths = (Path(lm_eval.__file__).parent / "tasks").rglob("utils.py")
     files = {hashlib.sha256(path.read_bytes()).hexdigest(): path.read_text() for path in paths}
     for digest in graders.READ.values():
@@ -211,7 +211,7 @@ def test_shares_of_a_limit(sizes, limit, shares):
 
 
 def test_no_result_is_lost():
-    """Tasks that count no questions, or that the harness names otherwise, have their row."""
+    """Tasks without a count of questions, or with another name in the harness, have a row."""
     counts = {name: {"effective": n} for name, n in (("a", 0), ("b", 0), ("x", 3))}
     results = {"a": {"acc,none": 0.2}, "b": {"acc,none": 0.4}, "x": {"f1,none": float("nan")}}
     found = {"results": results, "n-samples": counts, "n-shot": {"a": 1}}
@@ -229,7 +229,7 @@ def stop(*_, **__):
 
 
 def test_a_stopped_evaluation_goes_on(shared_data, model, tmp_path, monkeypatch):
-    """The task that was done is not asked again, and the numbers are those of one go."""
+    """A finished task is not run again, and the numbers equal those of a run without a stop."""
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
     config = config_of("harness", model="x", data_root=str(shared_data), **TWO)
@@ -250,14 +250,14 @@ def test_a_stopped_evaluation_goes_on(shared_data, model, tmp_path, monkeypatch)
     assert evaluated(out) == whole
     assert json.loads((out / "results.json").read_text())["tasks"] == whole["tasks"]
     assert len(read_rows(out / "samples" / "gsm8k.jsonl")) == 4, "two filters"
-    # Another name that would be the same file's is not taken for it.
+    # Another name that maps to the same file is not confused with it.
     (out / "tasks" / "piqa.json").write_text(json.dumps({"name": "pi/qa", "value": {}}))
     with pytest.raises(KeyboardInterrupt):
         evaluated(out)
 
 
 def test_a_stopped_row_of_table_4_goes_on(shared_data, model, tmp_path, monkeypatch):
-    """A point of a removal sweep keeps its tasks one by one as well."""
+    """A point of a removal sweep also stores its tasks one by one."""
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
     (tmp_path / "text.txt").write_text("Some words that are read. " * 20)

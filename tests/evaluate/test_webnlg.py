@@ -43,7 +43,7 @@ def file_of(root, *lines):
 
 @pytest.fixture
 def path(tmp_path):
-    """Two entries seen, one that is left out, three unseen."""
+    """Two seen entries, one that is left out, three unseen entries."""
     return file_of(tmp_path, entry(), entry(lex=[BAD]), entry(lex=LEX[:1]), *map(entry, UNSEEN[:3]))
 
 
@@ -65,7 +65,7 @@ def by_sacrebleu(predictions, references):
 
 
 def test_the_published_files(shared_data):
-    """Questions: one an entry with a good text; examples: one a good text."""
+    """One question per entry with a good text; one example per good text."""
     parts = collections.Counter(one.reference["part"] for one in asked_of(shared_data))
     assert parts == {"seen": 971, "unseen": 891}
     assert len(asked_of(shared_data, "validation")) == 871, "one has no good text"
@@ -137,7 +137,7 @@ def test_resamples_are_sacrebleus_own_score_of_the_rows_drawn(name):
 
 
 def test_commands(path, tmp_path, tmp_path_factory, capsys):
-    """A model trained and asked; then the same answers with better words in the file."""
+    """Trains and evaluates a model, then scores the file again with better answers."""
     out = tmp_path_factory.mktemp("out")
     tiny, trained, asked = save_tiny(out / "tiny"), out / "trained", out / "asked"
     data = {"data.path": path, "data.validation_path": path, "data.validation_fraction": 0.0}

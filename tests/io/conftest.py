@@ -1,4 +1,4 @@
-"""Fixtures of several files of tests."""
+"""Fixtures that several test files share."""
 
 import pytest
 from checkpoint_tools import random_params, tiny_config

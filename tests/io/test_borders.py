@@ -1,4 +1,4 @@
-"""Other people's files mean here what they mean in transformers, or are rejected by name."""
+"""Files from elsewhere have the same meaning as in transformers, or are rejected by name."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ PAIRS = [("a good film", "no"), ("bad", "so long a day")]
 
 
 def rewrite(directory, name: str = "config.json", **changes) -> None:
-    """Changes of a JSON file's keys; None takes one away."""
+    """Changes keys of a JSON file; None removes a key."""
     path = directory / name
     values = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({k: v for k, v in (values | changes).items() if v is not None}))
@@ -110,7 +110,7 @@ def test_gemma_3_reads_scaling_as_transformers(tmp_path, torch):
 
 
 def torch_classifier(torch, directory, kind: str = "Bert", **settings):
-    """One of transformers' own with random weights, saved with a tokenizer of BERT's form."""
+    """A classifier of transformers with random weights, saved with a BERT-like tokenizer."""
     import transformers as tf
 
     made = word_pieces(True)
@@ -135,7 +135,7 @@ def torch_classifier(torch, directory, kind: str = "Bert", **settings):
 
 
 def scores(directory) -> list[dict]:
-    """What transformers' pipeline answers, label -> score, of texts and of pairs."""
+    """The results of transformers' pipeline for texts and pairs: label -> score."""
     from transformers import pipeline
 
     ask = pipeline("text-classification", model=str(directory), top_k=None)
@@ -190,7 +190,7 @@ def test_what_cannot_be_trained_or_read(tmp_path, torch):
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "GPT2"])
 @pytest.mark.parametrize("pooler", [False, True])
 def test_a_file_without_architectures_goes_by_its_family(tmp_path, torch, kind, pooler):
-    """RoBERTa's class never reads a pooler that its file also holds."""
+    """RoBERTa's class ignores a pooler in its file."""
     made = torch_classifier(torch, tmp_path / "m", kind, num_labels=3)
     if kind == "Roberta" and pooler:
         tensors = dict(load_file(made / "model.safetensors"))
@@ -209,7 +209,7 @@ def test_a_file_without_architectures_goes_by_its_family(tmp_path, torch, kind, 
 
 
 def new_at(tokens: list[int]) -> int:
-    """The first place after the beginning of a token that is not before it."""
+    """The index, after the first token, of a token that does not occur before it."""
     return next(i for i in range(1, len(tokens)) if tokens[i] not in tokens[:i])
 
 
@@ -255,13 +255,13 @@ def test_a_chat_stops_where_the_template_ends_a_turn(tmp_path):
     greedy = Generator(model.config, model.params)([asked], Sampling(12))[0].tokens
     model.tokenizer.add_tokens("!", special_tokens=True)
     i, end = new_at(greedy), model.tokenizer.convert_tokens_to_ids("!")
-    table[[greedy[i], end]] = table[[end, greedy[i]]]  # now the model says it
+    table[[greedy[i], end]] = table[[end, greedy[i]]]  # now set in the model
     text = "{% for m in messages %}{{ m.content }}"
     ends = "{% if m.role == 'assistant' %}!{% endif %}{% endfor %}"
     model.tokenizer.chat_template = text + ends
     said = fh.generate(model, "hello", 12, chat=True)
     assert said == model.tokenizer.decode(greedy[:i])
-    # An end that is ordinary text ends nothing, and a template that writes no answer none.
+    # Ordinary text after a turn is no stop, nor is a template without an answer.
     model.tokenizer.chat_template = text + ends.replace("!", "z")
     assert end_of_turn(Encoder(model.tokenizer)) is None
     model.tokenizer.chat_template = text + "{{ raise_exception('no') if messages[1:] }}{% endfor %}"
@@ -269,7 +269,7 @@ def test_a_chat_stops_where_the_template_ends_a_turn(tmp_path):
 
 
 def test_rows_of_pairs_have_types_where_their_tokenizer_makes_them(tmp_path, torch):
-    """What `theirs` reads of our copies is the same for BERT's class and for the generic one."""
+    """Our copies give the same rows with BERT's tokenizer class and with the generic one."""
     for values in ({"tokenizer_class": "BertTokenizer"}, {"tokenizer_class": "TokenizersBackend"}):
         made = torch_classifier(torch, tmp_path / values["tokenizer_class"], num_labels=3)
         rewrite(made, "tokenizer_config.json", **values)
@@ -294,7 +294,7 @@ DATED += "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{%
 
 
 def test_a_run_resumes_over_midnight_to_the_same_bits(tmp_path, monkeypatch):
-    """The clock of the process that renders moves on; what it renders does not."""
+    """The clock of the rendering process moves to the next day; the rendered text is unchanged."""
     (tmp_path / "sitecustomize.py").write_text(CLOCK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     tokenizer = byte_tokenizer()

@@ -50,7 +50,7 @@ def test_an_object_is_written_in_place(tmp_path, monkeypatch):
 
 
 def test_what_is_missing_for_a_bucket_is_named_first(monkeypatch):
-    """Before: "Please install gcsfs", of what for whom nobody knew."""
+    """Before, the error was "Please install gcsfs", without the reason."""
 
     def without(scheme):
         raise ImportError(f"Please install what {scheme} needs")

@@ -25,7 +25,7 @@ from ffn_heterogeneity.models.config import HeadConfig
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What an upload asks for; commits are kept in `server.files`."""
+    """A server with the requests of an upload; commits are stored in `server.files`."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
@@ -150,7 +150,7 @@ def test_the_head_and_the_lines_that_load_it(tmp_path, monkeypatch, capsys, torc
 
 
 def test_values_that_are_no_numbers_and_zeros(tmp_path):
-    """An infinite perplexity is told, and no result for the hub; a metric of 0 is one."""
+    """An infinite perplexity is printed, but no result for the hub; a metric of 0 is a result."""
     made = save_tiny(tmp_path / "made")
 
     def measured(facts, config=None):
@@ -211,7 +211,7 @@ def test_perplexity_before_and_after(model, text, tmp_path, changes):
     assert told in card
     widths = "2 layers of 24, 2 of 18" if "streaming" in changes else "4 layers of 18"
     assert f"- FFN widths: {widths}\n" in card
-    # What is pushed says nothing of where it was made.
+    # Pushed files do not contain local paths.
     for file in (tmp_path / "model").rglob("*"):
         assert str(tmp_path).encode() not in file.read_bytes(), file
 

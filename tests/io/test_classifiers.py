@@ -47,7 +47,7 @@ def with_labels(family: str, pooling: str = "last", labels=("no", "yes", "maybe"
 
 
 def rows_of(config, left: bool = False) -> dict:
-    """Three rows of 5, 9 and 2 real tokens, none of them padding's."""
+    """Three rows of 5, 9 and 2 real tokens, none of them the padding id."""
     tokens = np.random.default_rng(1).integers(3, config.vocab_size, (3, 9))
     lengths = np.array([[5], [9], [2]])
     mask = np.arange(9) < lengths
@@ -60,7 +60,7 @@ def rows_of(config, left: bool = False) -> dict:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_layers_head_is_transformers_own(family, tmp_path, torch):
-    """Saved, it loads there as a classifier and gives our logits, and comes back bit by bit."""
+    """The saved model loads in transformers with our logits, and is read back bit by bit."""
     from transformers import AutoModelForSequenceClassification
 
     config, params = with_labels(family)
@@ -80,7 +80,7 @@ def test_the_last_layers_head_is_transformers_own(family, tmp_path, torch):
     assert all(np.array_equal(ours[path], leaf) for path, leaf in flatten(back.params).items())
     right, left = (rows_of(config, left) for left in (False, True))
     made = predicted_logits(back, right)
-    # Pooled by the mask and never by a place (transformers #35909, #30004).
+    # Pooled by the mask, never by a fixed position (transformers #35909, #30004).
     assert np.allclose(predicted_logits(back, left), made, atol=2e-5)
     for batch in (right,) if config.position_rows else (right, left):  # theirs count places
         ids = torch.tensor(batch["tokens"], dtype=torch.long)

@@ -17,7 +17,7 @@ WIDTHS = (512, 256, 1024)
 
 
 def width(factor: float, hidden: int) -> int:
-    """As the readers have it: mlx-lm rounds the factor first."""
+    """The width as readers compute it: mlx-lm rounds the factor first."""
     size = int(2 * round(factor, 6) * hidden / 3)
     return size if size % 256 == 0 else size + 256 - size % 256
 

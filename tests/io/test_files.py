@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and what killed processes leave of them."""
+"""Files are complete or absent, and leftovers of killed processes are removed."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ with atomic_path(sys.argv[1] + "/model", directory=True) as a, \\
     print("writing", flush=True)
     time.sleep(600)
 """
-# What a user may have put there.
+# Files that a user may have.
 THEIRS = (".model.partial", ".model.0123abcd.partial.txt", ".model.0123ABCD.partial", ".other.old")
 THEIRS += (".model.0123abcd", "model.0123abcd.partial", ".other.0123abcd.partial")
 
@@ -78,7 +78,7 @@ def test_a_full_disk_names_the_file(tmp_path):
     with pytest.raises(OSError, match=said), no_file_beyond(1000):
         save_gguf(LLAMA, random_params(LLAMA), tmp_path / "m.gguf", type="f32")
     assert not names(tmp_path)
-    broken = ConnectionResetError(104, "Connection reset by peer")  # is not of the file
+    broken = ConnectionResetError(104, "Connection reset by peer")  # does not belong to the file
     with pytest.raises(OSError, match="by peer$"), atomic_path(tmp_path / "m.gguf"):
         raise broken
 
@@ -90,7 +90,7 @@ def test_a_gguf_file_after_a_kill(tmp_path):
 
 
 def test_links_and_pipes_under_a_temporary_name(tmp_path):
-    """Nobody here made them: a link goes, where it leads stays; a FIFO is not waited for."""
+    """A link is removed, its target stays; a FIFO is not waited for."""
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "kept").write_text("x")
     (tmp_path / ".a.01234567.partial.json").symlink_to(tmp_path / "far")

@@ -1,4 +1,4 @@
-"""SmolLM2 without a quarter of its upper half's neurons, in every form a model is written in."""
+"""SmolLM2 without 25% of its upper half's neurons, in every format that we write."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_read_back_equal(pruned, forms, form):
 
 
 def test_padded_in_transformers(torch, pruned, forms):
-    """In float64, where the two programs' rounding cannot hide what padding would change."""
+    """In float64, where rounding of the two programs cannot hide an effect of padding."""
     tokens = np.array([ids_of(pruned)])
     with torch.no_grad():
         theirs = torch_model(torch, forms["padded"]).double()(torch.tensor(tokens)).logits.numpy()

@@ -1,4 +1,4 @@
-"""GGUF in: files written by the gguf package as llama.cpp's converter would, then read back."""
+"""Reading GGUF: files written by the gguf package in the way of llama.cpp's converter."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ def random_leaves(config, seed=0):
 
 
 def converted(config, path, leaf):
-    """(name, tensor) as llama.cpp's convert_hf_to_gguf.py writes the leaf."""
+    """(name, tensor) of a leaf, as in llama.cpp's convert_hf_to_gguf.py."""
     if path in TOP:
         name = TOP[path]
     else:
@@ -77,7 +77,8 @@ def converted_tree(config, leaves):
     """{name: tensor} of all leaves."""
     tensors = {}
     if config.family == "gpt_neox":
-        # [heads, 3, head_dim, in] of the checkpoint goes to all queries, all keys, all values.
+        # [heads, 3, head_dim, in] of the checkpoint is reordered: all queries, all keys, all
+        # values.
         leaves = dict(leaves)
         for i in range(config.n_layers):
             for leaf, name in (("kernel", "weight"), ("bias", "bias")):
@@ -168,7 +169,7 @@ def test_every_family_is_read_back_exactly(tmp_path, preset, layers, changes):
     assert set(found) == set(leaves)
     for name, leaf in leaves.items():
         if name.endswith("scale") and config.family.startswith("gemma"):
-            # The file holds float32(1 + scale): one rounding is lost there, none here.
+            # The file has float32(1 + scale): it loses one rounding, we lose none.
             leaf = (leaf + np.float32(1)) - np.float32(1)
         np.testing.assert_array_equal(found[name], leaf, err_msg=name)
 
@@ -324,7 +325,7 @@ def test_a_file_without_tokenizer_cannot_be_loaded_as_a_model(whole):
 
 @pytest.mark.slow
 def test_smollm2_and_gemma3_files(smollm2_gguf, gemma3_gguf):
-    """Published shapes, and weights of a trained model's size."""
+    """Published shapes, and weights of the magnitude of a trained model."""
     for path, preset in ((smollm2_gguf, "smollm2_135m"), (gemma3_gguf, "gemma3_270m")):
         config, params = read_gguf(path)
         expected, _ = families.preset(preset)

@@ -1,4 +1,4 @@
-"""GGUF out: the tensors of llama.cpp's converter, and the same model when it is read back."""
+"""Writing GGUF: the tensors of llama.cpp's converter, and the same model when read back."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def test_the_same_tensors_and_the_same_model(tmp_path, preset, layers, changes):
     back, read = read_gguf(path)
     assert back == config
     for name, leaf in found_leaves(read).items():
-        # Gemma's files hold 1 + scale: the last bit of a scale may go.
+        # Gemma's files have 1 + scale: the last bit of a scale may be lost.
         np.testing.assert_allclose(leaf, leaves[name], rtol=0, atol=3e-7 * config.norm_offset)
 
 
@@ -115,7 +115,7 @@ def test_hostile_trees_and_existing_files(tmp_path):
     "file", ["smollm2_gguf", pytest.param("gemma3_gguf", marks=pytest.mark.slow)]
 )
 def test_real_tokenizers_come_back(request, tmp_path, file):
-    """Byte-level BPE and SentencePiece: equal state; a tiny model of the vocabulary's size."""
+    """Byte-level BPE and SentencePiece come back with equal state, in a tiny model."""
     real, tokenizer = (
         load(request.getfixturevalue(file)) for load in (load_config, load_tokenizer)
     )

@@ -49,7 +49,7 @@ def random_texts(count, seed=0):
 
 
 def sentencepiece_model(file):
-    """A `sentencepiece` processor over the very pieces, scores and types of a GGUF file."""
+    """A `sentencepiece` processor with the pieces, scores and types of a GGUF file."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -78,7 +78,7 @@ def sentencepiece_model(file):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["space prefix", "no space prefix"])
 def trained(request, tmp_path_factory):
-    """A GGUF header as of a Llama-2 or Gemma file, around a BPE model trained on the spot."""
+    """A GGUF header like that of Llama 2 or Gemma, with a BPE model trained here."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -97,13 +97,13 @@ def trained(request, tmp_path_factory):
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         add_dummy_prefix=request.param,
-        # As Gemma has them; Llama 2, the model with the prefix, has none.
+        # Gemma has them; Llama 2, the model with the prefix, has none.
         user_defined_symbols=[] if request.param else ["▁▁", "▁▁▁▁", "\n", "\n\n", "<table>"],
         minloglevel=2,
     )
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString((directory / "m.model").read_bytes())
-    # Ids in another order than scores: it is the scores that must decide.
+    # Ids have another order than scores: the scores must decide.
     special = [p for p in proto.pieces if p.type != 1]
     normal = [p for p in proto.pieces if p.type == 1]
     random.Random(0).shuffle(normal)

@@ -61,7 +61,7 @@ KEYS += ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hea
 KEYS += ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "eos_token_id")
 KEYS += ("rope_parameters", "rope_scaling", "rope_theta", "hidden_act", "attention_bias")
 KEYS += ("per_layer_config", "ffn_heterogeneity", "quantization_config")
-# key -> our field, and what it is where the key says nothing
+# key -> our field, and its value without the key
 FIELDS_OF = {"rms_norm_eps": ("norm_eps", 1e-6), "max_position_embeddings": ("max_position", 2048)}
 FIELDS_OF |= {"eos_token_id": ("eos_id", None)}
 
@@ -84,7 +84,7 @@ def test_config_values(directory, base, tmp_path, key):
         more = {field: said} if field else {}
         try:
             reads_or_refuses(read_pretrained, folder, name=str(folder), base=base, **more)
-        except ConfigError:  # what is asked for can be no config, so it must not be read
+        except ConfigError:  # no config can have this value, so it must be rejected
             reads_or_refuses(read_pretrained, folder, name=str(folder))
             with pytest.raises(CheckpointError):
                 read_pretrained(folder)
@@ -161,7 +161,7 @@ OF_MODEL |= {"llama.attention.layer_norm_rms_epsilon": "norm_eps"}
 
 
 def with_field(whole, key, kind, value):
-    """The file with one more field before the others, so that it is read last or collides."""
+    """The file with one more field before the others, to test order and collisions."""
     name = key.encode()
     entry = struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
     room = -(len(entry) + 23) % 32  # tensors stay aligned
@@ -192,7 +192,7 @@ def test_gguf_fields(tmp_path, key):
             changed = {"layers": tuple(layers)}
         try:
             reads_or_refuses(read_gguf, path, base=base, **changed)
-        except ConfigError:  # it can be no config's
+        except ConfigError:  # no config can have it
             with pytest.raises(CheckpointError):
                 read_gguf(path)
 

@@ -81,7 +81,7 @@ def test_in_a_bucket_the_file_is_written_whole(tmp_path, monkeypatch):
 
 
 def write_and_resume(directory):
-    """Rows 1 and 2, the second after a checkpoint; then resumed from step 1; the run's id."""
+    """Writes rows 1 and 2, the second after a checkpoint, resumes from step 1; the run's id."""
     (directory / "config.json").write_text('{"steps": 7}')
     with MetricsWriter(directory, tensorboard=False, wandb="a project") as writer:
         writer.write(1, {"train/loss": 2.0, "layers": np.arange(2.0), "table": np.ones((2, 2))})
@@ -145,7 +145,7 @@ def test_wandb_offline(wandb, tmp_path, monkeypatch):
 
 
 def test_a_writer_with_events_does_not_wait_for_torch(torch, tmp_path):
-    """tensorboardX would import it, three of a run's first ten seconds."""
+    """tensorboardX would import torch, which takes three of a run's first ten seconds."""
     program = (
         "import sys; from ffn_heterogeneity.io.metrics import MetricsWriter\n"
         f"writer = MetricsWriter({str(tmp_path)!r}, tensorboard=True)\n"

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files: PEFT itself reads what we write, and we what it writes."""
+"""Adapters in PEFT's files: PEFT reads our files, and we read PEFT's."""
 
 import dataclasses
 import json
@@ -94,7 +94,7 @@ def test_peft_computes_the_same_of_ours(torch, peft, tmp_path, family, targets, 
     ("family", "first", "second"), [("llama", "q_proj", "up_proj"), ("gpt2", "c_attn", "c_fc")]
 )
 def test_what_peft_writes_is_read(torch, peft, tmp_path, family, first, second):
-    """Its own initialisation and file, ranks by pattern, rank-stabilised."""
+    """PEFT's initialisation and file, ranks by pattern, rank-stabilised."""
     import transformers
 
     base = save_tiny(tmp_path / "base", BASES[family])

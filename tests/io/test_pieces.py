@@ -1,4 +1,4 @@
-"""Files written piece by piece are those that the safetensors library writes."""
+"""Files written in pieces equal those of the safetensors library."""
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +12,7 @@ DTYPES = (np.float32, ml_dtypes.bfloat16, np.float64, np.float16)
 
 
 def some_tensors() -> dict[str, np.ndarray]:
-    """Mixed types and shapes, names in no order; one is empty, one not ASCII."""
+    """Tensors of mixed types and shapes, unordered names; one is empty, one name not ASCII."""
     rng = np.random.default_rng(0)
     names = [*(f"layers.{i}.w" for i in range(12)), "b", "Ä.weight", "a", "empty"]
     shapes = [(3, 5), (7,), (2, 3, 4), (1, 1)] * 3 + [(9,), (4, 4), (6,), (0, 3)]

@@ -1,4 +1,4 @@
-"""Reading with bounds: what is no regular file, what is too large, and JSON that is none."""
+"""Reading with limits: files that are not regular, files that are too large, invalid JSON."""
 
 import os
 import random
@@ -111,7 +111,7 @@ def test_rows_of_data_may_hold_more_in_fields_that_nobody_reads():
 
 
 def test_any_bytes_are_an_answer_or_one_line(tmp_path):
-    """Good JSON, cut, bent and doubled by chance: never another error, never two lines."""
+    """JSON that is cut, changed and doubled at random gives a value or an error of one line."""
     chance, refused = random.Random(0), 0
     good = b'{"a": [1, 2.5e3, "x\\n\\u00e9", null, true], "b": {"c": {}, "d": -0.0}}'
     for i in range(3000):

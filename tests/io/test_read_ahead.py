@@ -1,4 +1,4 @@
-"""Reading ahead stays within its bounds, ends with its block, and hides nobody's error."""
+"""Reading ahead stays within its limits, ends with its block, and hides no error."""
 
 import threading
 import time

@@ -18,7 +18,7 @@ from ffn_heterogeneity.io.rows import FIELDS, MAX_LINE, read_rows, rows_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ARCHIVES = sorted((REPOSITORY / "docs/results/runs").glob("*.tar.xz"))
-# What docs/rows.md lists, "<loss>" and the like standing for any word.
+# The names in docs/rows.md; "<loss>" and similar placeholders match any word.
 NAMES = [
     re.compile(re.sub(r"<\w+>", r"[^/]+(/.+)?", name))
     for cell in re.findall(r"^\| (.+?) \|", (REPOSITORY / "docs/rows.md").read_text(), re.M)
@@ -58,7 +58,7 @@ def runs(tmp_path_factory):
 
 
 def answer(root, own):
-    """A classifier, what it says of its rows, and answers to a question in two turns."""
+    """A classifier, its predictions, and answers to a question with two turns."""
     reader, exact = save_tiny_reader(root / "reader"), {"compute_dtype": "float32"}
     labelled = [{"text": text, "label": text[0]} for text in ("low", "high") * 8]
     rows = write_rows(root / "labelled.jsonl", labelled)
@@ -95,7 +95,7 @@ SCHEMA["labels"] |= {"lambda": EVERY, "best/accuracy": PART, "depth_weights": EV
 
 
 def test_the_rows_of_every_command(runs):
-    """Their fields; the file holds what `rows_of` makes of results.json; the page lists them."""
+    """Rows have known fields and equal `rows_of` of results.json; the page lists their names."""
     everything = fh.results(runs)
     unlisted = [what for what in everything.what.unique() if not listed(what)]
     assert unlisted == []
@@ -113,7 +113,7 @@ def test_the_rows_of_every_command(runs):
 
 
 def test_the_rows_of_a_judge():
-    """Its server is of no account here: ratings and pairs as they are summed up."""
+    """Rows of ratings and pairs, from summaries without a server."""
     same = {"question_id": 1, "g1_winner": "model_1", "g2_winner": "model_1"}
     rows = [same | {"turn": turn, "score": 2.0 + turn} for turn in (1, 2)]
     summaries = [judged(rows, {1: "math"}) for judged in (single_summary, pairwise_summary)]
@@ -171,7 +171,7 @@ def test_archives_are_read_as_what_is_in_them(runs, tmp_path):
 
 @pytest.mark.parametrize("path", ARCHIVES, ids=lambda path: path.name.split(".tar")[0])
 def test_the_archives_that_are_kept(path):
-    """Runs of earlier versions: every name is listed, every run is there with its settings."""
+    """In runs of earlier versions, every name is listed and every run has its settings."""
     frame = fh.results(path)
     assert not [what for what in frame.what.unique() if not listed(what)]
     with tarfile.open(path) as archive:

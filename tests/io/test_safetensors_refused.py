@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, incomplete, dangerous or not there: one clear line each."""
+"""Checkpoints that are damaged, incomplete, dangerous or missing: one clear line each."""
 
 import json
 

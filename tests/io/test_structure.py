@@ -1,4 +1,4 @@
-"""Structure kept through a directory: bit for bit, the same function for others, or a refusal."""
+"""Structure saved and loaded bit for bit; the same function for other tools, or an error."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_other_tools_read_the_same_function(kept, torch):
 
 
 def test_folded_is_the_same_function(kept, tmp_path):
-    """In float64: of float32's rounding the folded weights' alone is left."""
+    """In float64, so that only the rounding of the folded weights is left."""
     _, params = kept
     save_pretrained(LLAMA, params, tmp_path / "folded")
     config, folded = read_pretrained(tmp_path / "folded")
@@ -85,7 +85,7 @@ def test_a_cast_spares_data(kept, tmp_path):
 
 
 def damage(directory, how):
-    """Changes a kept directory; digests of files are set right where the leaf is the matter."""
+    """Changes a saved directory; digests are updated if the test is about the leaf."""
     file = directory / "structure" / "model.safetensors"
     leaves = load_file(file) if file.exists() else {}
     if how == "missing":
@@ -100,7 +100,7 @@ def damage(directory, how):
         weights = load_file(path)
         weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
         save_file(weights, path, {"format": "pt"})
-    elif how == "again":  # the same weights in another order of writing: nothing is wrong
+    elif how == "again":  # the same weights written in another order are valid
         path = directory / "model.safetensors"
         save_file(load_file(path), path, {"format": "pt"})
     else:

@@ -1,4 +1,4 @@
-"""Tokenizers of strangers: bounded, checked, and one line where they cannot be read."""
+"""Tokenizers from elsewhere: limited, checked, and an error of one line if unreadable."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def test_one_process_is_kept_and_knows_no_jax(directory):
 
 
 def test_a_good_tokenizer_costs_little_more(directory):
-    """The trial of a new process, where transformers is imported too, adds half a second at most.
+    """The trial in a new process that imports transformers adds at most half a second.
 
     (It takes 0.1 s after an import of 2 s; the limit is for a busy machine.)
     """

@@ -1,4 +1,4 @@
-"""Exported tokenizers make what the original made, in transformers 5 and 4."""
+"""Exported tokenizers give the results of the original, in transformers 5 and 4."""
 
 import json
 import sys
@@ -75,7 +75,7 @@ def word_pieces(lower: bool) -> Tokenizer:
 
 
 def write_original(directory: Path, name: str) -> None:
-    """A model as somebody else's directory has it, tokenizer files included."""
+    """Writes a model in the form of other libraries, with tokenizer files."""
     family, values = KINDS[name]
     config = tiny_of(family, 1)
     save_pretrained(config, random_params(config), directory)

@@ -46,7 +46,7 @@ def test_two_processes_do_not_work_in_one_directory(tmp_path):
             pass
         with working_in(tmp_path / "run", CONFIG, alone=False):
             pass
-        other.kill()  # the lock goes with the process, however it ends
+        other.kill()  # the lock is released at the end of the process
         other.wait()
     try:
         with working_in(tmp_path / "run", CONFIG):
@@ -96,7 +96,7 @@ def test_another_config_is_refused_with_its_keys(tmp_path):
 
 @pytest.mark.parametrize("key", ["text", "calibration", "model", "data.path"])
 def test_inputs_that_changed_are_refused(tmp_path, key):
-    """The path is the same, what lies there is not."""
+    """The path is the same, but its content changed."""
     source = tmp_path / "source"
     if key in ("text", "calibration"):
         file = source

@@ -1,4 +1,4 @@
-"""Slips on the command line: each ends in one line that holds the way out, never in a traceback."""
+"""Mistakes on the command line: each gives one line with the solution, never a traceback."""
 
 import json
 import shlex
@@ -106,7 +106,7 @@ def test_slips_get_the_way_out(tmp_path, capsys):
 
 
 def test_every_config_is_listed_with_its_command(capsys, monkeypatch):
-    """The command is one that the config's own docstring shows."""
+    """The listed command is in the config's docstring."""
     monkeypatch.setattr(sys, "argv", ["ffnh", "configs"])
     ffnh.main()
     rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]

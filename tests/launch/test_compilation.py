@@ -1,4 +1,4 @@
-"""Compiled programs in the user's cache: found again, private, never in the way."""
+"""Compiled programs in the user's cache: reused, private, and never a cause of errors."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ print(float(jax.jit(lambda x: (x @ x).sum())(jax.numpy.ones((8, 8)))), any(hits)
 
 
 def run(*arguments, **environment) -> str:
-    """What the program prints; and it prints nothing else."""
+    """The output of the program; checks that it prints nothing else."""
     clean = {key: value for key, value in os.environ.items() if "CACHE" not in key}
     clean["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     pipes = {"capture_output": True, "text": True, "check": True, "cwd": REPOSITORY}
@@ -45,7 +45,7 @@ def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
     assert run("off", **here) == "512.0 False"
     own = str(tmp_path / "own")
     assert run(**here, JAX_COMPILATION_CACHE_DIR=own) == "512.0 False" and entries(Path(own))
-    for path in made:  # as a process leaves it that was killed while it wrote
+    for path in made:  # the state after a process was killed in a write
         path.write_bytes(path.read_bytes()[:-20])
     assert run(**here) == "512.0 False"
 

@@ -86,7 +86,7 @@ def test_completed_stages_are_only_read(files, finished, monkeypatch):
 def test_a_run_that_died_between_stages_ends_with_the_same_numbers(
     files, finished, tmp_path, monkeypatch, after
 ):
-    """It dies as a stage has written everything but its mark."""
+    """The run dies when a stage has written everything except its mark."""
     from ffn_heterogeneity.launch import stages
 
     real, workdir = stages.write_json, tmp_path / "run"
@@ -234,7 +234,7 @@ def test_dry_runs_of_stages_plan_those_that_train(files, tmp_path):
 
 @pytest.mark.parametrize("name", ["prune_recover", "fuse_recover"])
 def test_a_recovery_may_be_on_any_data(name):
-    """Some keys are of running text alone."""
+    """Some keys are only for running text."""
     for data in tasks():
         stages = experiment.make_stages(config_of(name, f"llama2_7b,{data}", score__text=__file__))
         assert {stage.name for stage in stages} >= {"recover", "score"}

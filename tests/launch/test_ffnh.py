@@ -1,4 +1,4 @@
-"""The wheel alone: `ffnh` finds its scripts and configs, from any directory."""
+"""The installed wheel: `ffnh` finds its scripts and configs from any directory."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_the_commands_of_the_wheel(wheel, tmp_path):
     code, out, _ = ffnh(wheel, tmp_path)
     assert code == 0 and all(f"\n  {name} " in out for name in SCRIPTS)
     assert "`ffnh configs`" in out
-    reader, writer = os.pipe()  # of a `| head` that has read enough
+    reader, writer = os.pipe()  # from a `| head` that stopped reading
     os.close(reader)
     own = os.environ | {"PYTHONPATH": str(wheel)}
     done = subprocess.run(COMMAND, env=own, stdout=writer, stderr=subprocess.PIPE)
@@ -73,7 +73,7 @@ def test_the_commands_of_the_wheel(wheel, tmp_path):
 
 
 def test_pieces_of_ones_own_without_a_fork(wheel, tmp_path):
-    """The files of docs/howto/your-own.md, as a user of the wheel writes them."""
+    """The files of docs/howto/your-own.md, used with the wheel."""
     page = (REPOSITORY / "docs" / "howto" / "your-own.md").read_text()
     files = re.findall(r"```python\n(.*?)```", page, re.S)
     for name, code in zip(("mine", "gain", "thin"), files, strict=True):
@@ -110,7 +110,7 @@ def test_pieces_of_ones_own_without_a_fork(wheel, tmp_path):
 
 @pytest.mark.slow
 def test_a_config_of_ones_own_beside_them(wheel, tmp_path):
-    """Prunes; the user's `configs` directory hides nothing of ours."""
+    """A user's config prunes; the user's `configs` directory hides none of our configs."""
     save_tiny(tmp_path / "tiny")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "mine.py").write_text(

@@ -85,7 +85,7 @@ fh.fit | fh.distill_model(student_model=smaller, teacher_model=model)
 
 
 def outcome(call: str, wanted: str, names: dict) -> str:
-    """ "" where the call does what the table says; else what happened."""
+    """ "" if the call has the result in the table; else a description of the result."""
     try:
         eval(call, names)
     except (TypeError, AttributeError, ValueError) as error:

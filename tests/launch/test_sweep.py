@@ -1,4 +1,4 @@
-"""Sweeps: their combinators, every config file's own, and what may differ within one program."""
+"""Sweeps: their combinators, those of every config file, and keys outside of the program."""
 
 import dataclasses
 import itertools
@@ -135,7 +135,7 @@ def test_every_point_of_every_sweep_is_a_config(name, sweep):
 
 
 def test_none_and_the_home_on_command_lines(monkeypatch):
-    """None of a placeholder, a loss's weight, a stage's key, a key that no flag can set to it."""
+    """None for a placeholder, a loss's weight, a stage's key, and a key without a flag for None."""
     monkeypatch.setenv("HOME", "/home/me")
     both = {"lambda_rate": None, "losses.classification.weight": None, "lengths": (8, 16)}
     both |= {"optimizer.clip_norm": 2, "data.path": "None", "model": "~/x"}
@@ -174,7 +174,7 @@ FOLLOWING = [("mlp_fusion", "minilm_l6,sst2,fusion,tuned"), ("mlp_fusion", "mini
 
 @pytest.mark.parametrize(("name", "argument"), [*FOLLOWING, ("five", "minilm_l6,mrpc")])
 def test_what_takes_its_value_from_another_key_follows(name, argument):
-    """Every point, and every run of `seeds`, is what the same keys give on a command line."""
+    """Every point and every run of `seeds` equals the config of the same command-line keys."""
     config = config_of(name, argument)
     sweeps = runpy.run_path(str(REPOSITORY / "configs" / f"{name}.py"))["SWEEPS"]
     for one in itertools.chain.from_iterable(sweeps.values()):
@@ -192,7 +192,7 @@ def test_what_takes_its_value_from_another_key_follows(name, argument):
 
 
 def test_free_keys_are_in_no_program():
-    """The very text of the lowered step is the same, whatever they are."""
+    """The text of the lowered step is the same for all values of these keys."""
     small = {"batch_size": 2, "seq_len": 8, "tensorboard": False}
     one = config_of("nucl_finetune", "smollm2_135m,text", **small)
     free = {"revision": "x", "seed": 7, "seeds": (1, 2), "steps": 5, "losses__nucl__weight": 0.0}

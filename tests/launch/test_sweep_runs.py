@@ -81,7 +81,7 @@ def rows_of(workdir):
 
 @pytest.fixture(scope="module")
 def alphas(spec, tmp_path_factory):
-    """The finished sweep, what it returned, the lines it said, and what JAX said it compiled."""
+    """The finished sweep: its result, its output, and JAX's log of compilations."""
     workdir, told = tmp_path_factory.mktemp("sweep") / "run", []
 
     class Listen(logging.Handler):
@@ -115,7 +115,7 @@ def test_five_alphas_are_one_compilation(alphas):
 
 
 def test_a_point_is_the_run_alone_and_seeds_share_too(spec, alphas, tmp_path):
-    """Bit for bit: sharing a program and a model changes nothing."""
+    """A point equals the single run bit for bit: sharing a program and a model changes nothing."""
     together = shared.Shared(keep_model=False)
     experiment.run(small(spec, losses__nucl__weight=1000.0, seeds=(0, 1)), tmp_path, together)
     assert (together.programs, together.compilations) == (1, 1)
@@ -150,7 +150,7 @@ def test_another_sweep_or_another_setting_is_refused(spec, alphas):
 
 
 def test_an_interrupted_sweep_goes_on(spec, alphas, tmp_path, monkeypatch):
-    """SIGTERM in the second run; the same command ends with the same bits."""
+    """After SIGTERM in the second run, the same command ends with the same bits."""
     from ffn_heterogeneity.data.pipeline import BatchIterator
 
     inner, calls = BatchIterator.__next__, []
@@ -186,7 +186,7 @@ def test_what_a_point_lacks_is_said_before_the_first_runs(spec, tmp_path):
 
 
 def test_one_failing_point_does_not_lose_the_others(spec, files, tmp_path, monkeypatch):
-    # The file goes after the sweep has looked.
+    # The file is deleted after the sweep checked it.
     monkeypatch.setattr(experiment, "examine", lambda *_: None)
     flags = [f"--config={spec}", "--sweep=broken", f"--workdir={tmp_path / 'run'}"]
     done = run_script("sweep", *flags)

@@ -75,7 +75,7 @@ def test_every_pair_is_one_load_and_one_program(pairs):
 
 
 def test_a_point_at_which_another_process_works_is_left_to_it(files, tmp_path):
-    """Two sweeps in one directory: the other points run, this one is named."""
+    """With two sweeps in one directory, the other points run, and this one is named."""
     point = tmp_path / "layers_0_1"
     point.mkdir()
     handle = os.open(point, os.O_RDONLY)
@@ -108,8 +108,8 @@ def test_every_row_of_table_4_on_a_tiny_model(files, tmp_path):
 
 
 def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
-    """compress, then evaluate its directory: the same perplexity; a report knows whose model it
-    was when that was moved."""
+    """compress and evaluate give the same perplexity; a report knows which run wrote the model it
+    read, even after a move."""
     flags = [f"--config.model={files[0]}", "--config.layers=pair:1"]
     assert run_script("compress", *flags, f"--workdir={tmp_path / 'c'}").code == 0
     for name, model in (("layers_1_2", tmp_path / "c" / "model"), ("unpruned", files[0])):
@@ -128,7 +128,7 @@ def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
 
 
 def test_attacks_in_memory_are_those_of_the_script(files, tmp_path):
-    """A point of the sweep over k against compress and evaluate; one whose k is too large fails."""
+    """A point of the sweep over k equals compress and evaluate; a k that is too large fails."""
     own = {"model": files[0], "text": files[1], **READ}
     only = [f"--only={name}" for name in ("none", "attack=zero,k=3", "attack=retain,k=30")]
     table = {"config": "configs/attack_table.py", "prompts": ("ab",), "max_new_tokens": 4, **own}
@@ -230,7 +230,7 @@ def test_tasks_are_scored_on_the_smaller_model(files, tmp_path, monkeypatch):
     config.limit, config.data_root = 0, "nowhere"
     refused("nowhere: no such directory", in_memory.check_config, config)
     config.tasks = ()
-    in_memory.check_config(config)  # without tasks their keys have no say
+    in_memory.check_config(config)  # without tasks their keys have no effect
 
 
 ALL = "'unpruned', 'all', 'top', 'bottom', 'even' and 1 more"
@@ -266,7 +266,7 @@ def test_jobs_without_submitit(monkeypatch, tmp_path):
 
 
 def test_jobs_of_the_local_executor(tmp_path):
-    """`dict.get` as a job: None is good, a text is what went wrong; a job that dies is named."""
+    """Jobs with `dict.get`: None is success, a text is the error; a job that dies is named."""
     jobs = {"good": ({}, "a"), "bad": ({"a": "the disk is full"}, "a"), "dead": (1, "a")}
     options = "cluster=local,parallel=3"
     failed = slurm.run_jobs(dict.get, jobs, tmp_path / "jobs", options)

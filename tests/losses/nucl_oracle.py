@@ -40,7 +40,7 @@ def gradient(w, variant):
 
 
 def gap(got, expected):
-    """Norm of the difference over the norm of what is expected."""
+    """Norm of the difference divided by the norm of the expected value."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     scale = np.abs(expected).max()
     if scale == 0:

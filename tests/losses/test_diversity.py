@@ -40,7 +40,7 @@ def oracle(w):
 
 
 def differences(w, step=1e-6):
-    """Central differences of the oracle; each weight is moved by a part of itself."""
+    """Central differences of the oracle; each weight changes by a fraction of itself."""
     w = np.asarray(w, np.float64)
     slopes = np.zeros_like(w)
     for place in np.ndindex(w.shape):
@@ -106,7 +106,7 @@ def test_rows_that_break_norms():
     np.testing.assert_allclose(value, oracle(matrix), rtol=2e-6)
     assert np.isfinite(slopes).all()
     assert gap(slopes[:4], differences(matrix)[:4]) < 1e-5
-    # All-zero rows (removed or padded neurons) are no neurons.
+    # Rows of zeros (removed or padded neurons) are not counted.
     padded = np.concatenate([matrix, np.zeros((3, 8), np.float32), -np.zeros((1, 8), np.float32)])
     more, wider = value_and_gradient(padded)
     np.testing.assert_allclose(more, value, rtol=1e-6)

@@ -83,7 +83,7 @@ def test_value_is_the_formula(config, final_norm, positions):
         expected = oracle.jump_rate(psi, len(psi) - back)
         assert float(found[f"jreg/{name}"]) == pytest.approx(expected, abs=2e-3), name
     assert config is LLAMA or found["jreg/zeta_L-1"] > 0.1, "there is something to measure"
-    # Validation says the same of the same rows, in batches; and of a monitor, the other reading.
+    # Validation reports the same for the same rows in batches; a monitor has the other reading.
     other = jreg_term(TermContext("other"), final_norm=not final_norm, positions=positions)
     terms, each = (term, other), lambda: ({k: v[i] for k, v in halves.items()} for i in range(2))
     again = make_evaluator(make_eval_step(forward, terms), None, each, terms=terms)(params)
@@ -120,7 +120,7 @@ def test_jump_rates_of_known_curves():
 @quickly
 @pytest.mark.parametrize("final_norm", [False, True])
 def test_in_the_scan_as_from_stacked_states(final_norm):
-    """Value and gradients 1e-6, under full rematerialisation, in the widths that train."""
+    """Value and gradients agree to 1e-6, under full rematerialisation, at training widths."""
     config, batch = GEMMA, batch_of(GEMMA.vocab_size)
     params = random_params(config)
     counted = jnp.asarray(batch["segment_ids"] > 0)
@@ -286,8 +286,8 @@ def compiled_step(layers: int, with_jreg: bool, rows: int, length: int, vocab: i
 
 
 def test_nothing_is_computed_again_for_it():
-    """Under full rematerialisation: operations and bytes 1.02 x. Without the link the last product
-    of every block is computed twice, 1.05 x. Unrolled: what a loop does is counted once only."""
+    """Under full rematerialisation: operations and bytes 1.02 x. Without the link, the last product
+    of every block is computed twice, 1.05 x. Unrolled, because a loop is counted once."""
     size = {"rows": 4, "length": 512, "vocab": 1024, "unroll": True}
     costs = [compiled_step(1, on, **size).cost_analysis() for on in (False, True)]
     for name in ("flops", "bytes accessed"):
@@ -296,7 +296,7 @@ def test_nothing_is_computed_again_for_it():
 
 @pytest.mark.slow
 def test_it_takes_no_memory():
-    """The paper's smallest model, rows of 1,024: temporary memory 1.05 x."""
+    """The paper's smallest model with rows of 1,024: temporary memory at most 1.05 x."""
     size = {"rows": 8, "length": 1024, "vocab": 32_000}
     memory = [compiled_step(12, on, **size).memory_analysis() for on in (False, True)]
     sizes = [found.temp_size_in_bytes for found in memory]

@@ -1,4 +1,4 @@
-"""Chunked NLL: the plain one, a float64 oracle, masks, chunks that do not divide, memory."""
+"""Chunked NLL against the plain form and a float64 oracle: masks, uneven chunks, memory."""
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,7 @@ def test_masked_positions_are_not_seen():
     value, gradient = jax.value_and_grad(loss)(hidden, targets)
     assert not np.any(np.asarray(gradient)[~np.asarray(mask)])
     assert np.all(np.any(np.asarray(gradient)[np.asarray(mask)], axis=-1))
-    # Targets outside the vocabulary are fine where they do not count, and loud where they do.
+    # Targets outside the vocabulary are allowed if they are not counted, else NaN.
     assert loss(hidden, jnp.where(mask, targets, -100)) == value
     assert np.isnan(loss(hidden, jnp.where(mask, V + 3, targets)))
     nothing = chunked_nll(hidden, kernel, targets, jnp.zeros((B, T), bool), layout="vd")
@@ -258,7 +258,7 @@ def test_every_target_is_visited_once_and_little_else(share, chunk, few, monkeyp
 
 
 def temporary_bytes(batch, length, layout, chunk):
-    """Of value and gradient in bfloat16 at Gemma-2 2B's sizes; nothing is run."""
+    """Temporary bytes of value and gradient in bfloat16 at Gemma-2 2B's sizes; compiled only."""
 
     def loss(hidden, kernel, targets, mask):
         settings = {"layout": layout, "softcap": 30.0, "chunk": chunk}

@@ -32,7 +32,7 @@ def gradient(w, variant, axis=-1):
 # 576 and 2304 take the runs that XLA:CPU vectorises, 100 and 37 the plain sums, 1 is degenerate.
 @pytest.mark.parametrize("shape", [(40, 576), (2, 3, 2304), (5, 100), (7, 37), (3, 2)])
 def test_equals_the_listing_in_value_and_gradient(shape):
-    # A combination of the three with different weights: each cotangent reaches its own.
+    # A combination of the three with different weights: each has its cotangent.
     weights = jnp.asarray([0.5, 2.0, 300.0])
 
     def combined(w, function):
@@ -92,7 +92,7 @@ def test_gradient_by_finite_differences_in_float64(variant):
 
 
 def assert_row_is(w, variant, value, *, zero_gradient):
-    """The row alone and inside a matrix of ordinary rows; the others must not notice it."""
+    """Checks the row alone and in a matrix of ordinary rows, whose values must not change."""
     ordinary = gaussian(3, len(w))
     stacked = np.concatenate([ordinary[:2], np.asarray(w, np.float32)[None], ordinary[2:]])
     for matrix, index in ((np.asarray(w, np.float32)[None], 0), (stacked, 2)):

@@ -67,10 +67,11 @@ def test_hostile_rows_have_the_values_and_gradients_of_the_one_pass_form(variant
             assert np.isfinite(gradient[i]).all(), name
             if name.startswith("nearly"):
                 assert oracle.gap(gradient[i], slopes[i]) < 5e-3, name
-            # 1 / Z is subnormal at 1e38: a finite gradient is all that is promised.
+            # 1 / Z is subnormal at 1e38: only a finite gradient is promised.
             elif name not in ("1e38", "uniform, huge"):
                 flat = name == "one weight" or name.startswith("uniform")
-                # A gradient that is 0 in exact arithmetic is a rounding here, in units of 1 / Z.
+                # A gradient that is 0 in exact arithmetic is a rounding error here, in units of 1 /
+                # Z.
                 noise = 1e-5 / np.abs(matrix[i]).sum(dtype=np.float64) if flat else 0
                 bound = 1e-5 * np.abs(slopes[i]).max() + cotangent[i] * noise
                 assert np.abs(gradient[i] - slopes[i]).max() <= bound, name

@@ -1,4 +1,4 @@
-"""The NUCL term: which leaves it moves, what it reports, and what it costs."""
+"""The NUCL term: its gradients, metrics and cost."""
 
 import re
 
@@ -51,7 +51,7 @@ def kernels(params, place):
 
 
 def moved(term, params):
-    """Paths of the leaves that the term's gradient is not 0 on."""
+    """Paths of the leaves with a gradient of the term that is not 0."""
     gradient = jax.jit(jax.grad(lambda p: term.function(p).total))(params)
     assert all(np.isfinite(leaf).all() for leaf in flatten(gradient).values())
     return {path for path, leaf in flatten(gradient).items() if np.any(leaf)}
@@ -233,7 +233,7 @@ def test_layer_statistics_refuse_nan():
 
 @pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_real_weights_with_exact_zeros(smollm2_gguf, every):
-    """Of every layer, or of the first and the last, down matrices as they were trained."""
+    """Trained down matrices of every layer, or of the first and the last."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
 

@@ -1,4 +1,4 @@
-"""DoRA and MacDrop as maths: against formulas in float64, and what the two are together."""
+"""DoRA and MacDrop as functions: against formulas in float64, alone and together."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_dora_is_its_formula(leaves):
 
 
 def test_gradients_are_those_of_the_detached_norm(leaves):
-    """From the product's derivatives written out: d y / d theta with the norm held still."""
+    """Against explicit derivatives of the product: d y / d theta with a constant norm."""
     rng = np.random.default_rng(2)
     x, g = rng.normal(size=(5, IN)), rng.normal(size=(5, OUT))
 
@@ -84,7 +84,7 @@ def test_dora_changes_nothing_at_first(leaves):
 
 
 def test_no_gradient_of_the_kernel_is_built(leaves):
-    """Compiled: nothing of the kernel's shape is written where LoRA and the lengths alone train."""
+    """The compiled program writes nothing of the kernel's shape if only LoRA and lengths train."""
     tree = floats(leaves)
     kernel = tree.pop("kernel")
     x = jnp.ones((5, IN))
@@ -132,7 +132,7 @@ def test_curricula_that_are_none():
 
 
 def test_masks_follow_their_law():
-    """One draw for gate and up, a new one each step; as often 0 as p says, elementwise."""
+    """One draw for gate and up, a new one each step; each element is 0 with probability p."""
     ffn = {
         name: {
             "kernel": np.ones((1, 400, 6), np.float32),
@@ -212,7 +212,7 @@ def test_nf4_is_its_definition():
 
 
 def test_nf4_is_what_bitsandbytes_makes(torch, bitsandbytes):
-    """Every code; its search for a scale's place takes the other neighbour of a near tie."""
+    """Every code is equal; for near ties of a scale, its search takes the other neighbour."""
     kernel = np.random.default_rng(0).normal(size=(576, 256)).astype(np.float32) * 0.05
     codes, state = bitsandbytes.quantize_4bit(
         torch.tensor(kernel.T.copy()), blocksize=64, quant_type="nf4", compress_statistics=True
@@ -229,7 +229,7 @@ def test_nf4_is_what_bitsandbytes_makes(torch, bitsandbytes):
 
 
 def test_the_map_of_scales():
-    """256 values, 0 and 1 among them, symmetric but for 1; a decade's steps double downwards."""
+    """256 values with 0 and 1, symmetric except for 1; steps double from decade to decade."""
     values = nf4.EIGHT_BITS
     assert len(set(values.tolist())) == 256 and {0.0, 1.0} <= set(values.tolist())
     inner = values[values != 1]
@@ -257,7 +257,7 @@ def test_an_adapter_drops_its_own_input_alone(leaves):
     base = x @ leaves["kernel"]
     drawn = jax.vmap(lambda key: linear.apply({"params": tree}, x, rngs={DROP: key}))(keys)
     assert float(jnp.std(drawn, axis=0).min()) > 0
-    # Its mean is what it is without.
+    # Its mean equals the value without dropout.
     error = np.linalg.norm(drawn.mean(0) - plain) / np.linalg.norm(plain - base)
     assert error < 0.15
     thin = dict(tree, lora_b=jnp.zeros_like(tree["lora_b"]))

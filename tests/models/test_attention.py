@@ -31,7 +31,7 @@ OWN = {"vocab_size": 31, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim
 CONFIG = ModelConfig("llama", layers=(LayerConfig(24),) * 2, **OWN)
 
 
-# One compilation a call instead of one an operation.
+# One compilation per call instead of one per operation.
 compute = jax.jit(causal_lm.forward, static_argnums=0)
 
 
@@ -76,7 +76,7 @@ def test_both_forms_equal_the_oracle(softcap, window):
 @pytest.mark.parametrize("block", [128, 16])  # of 384 rows, the second in loops of parts
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_of_both_forms_agree(softcap, window, block, causal, monkeypatch):
-    """The blocked form's own backward against autodiff of the plain one, in float64."""
+    """The blocked form's backward pass against autodiff of the plain form, in float64."""
     monkeypatch.setattr(blocks, "MIN_BLOCK", block)
     assert blocks.blocks_of(384, None)[0][2] == (3 if block == 16 else 1)
     rng, size = np.random.default_rng(1), 384
@@ -118,7 +118,7 @@ def test_sink_weights_are_the_first_column_of_the_probabilities(softcap, window,
 
 
 def test_long_rows_keep_one_part_of_their_logits_in_memory():
-    """A soft-capped layer of Gemma-2 2B at T = 4,096: 1,164 MiB a row as straight blocks."""
+    """A soft-capped layer of Gemma-2 2B at T = 4,096; unrolled blocks need 1,164 MiB per row."""
     q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 256), jnp.bfloat16) for heads in (8, 4))
     mask = jax.ShapeDtypeStruct((1, 4096, 4096), jnp.bool_)
 

@@ -29,7 +29,7 @@ NEOX, OLMO = tiny_of("gpt_neox", layers=3), tiny_of("olmo", layers=3)
 
 
 def norm_oracle(x, kind, eps, scale=1.0, bias=0.0):
-    """float64: what the docstring of `Norm` says."""
+    """The formula in the docstring of `Norm`, in float64."""
     x = np.asarray(x, np.float64)
     if kind != "rms":
         x = x - x.mean(-1, keepdims=True)
@@ -48,7 +48,7 @@ def test_norms_equal_their_formulas(kind, offset):
     config = dataclasses.replace(NEOX, norm_kind=kind, norm_offset=offset, norm_eps=1e-3)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4, 5, 16)).astype(np.float32) + 3
-    x[0, 0] = 0  # all alike: eps alone is left
+    x[0, 0] = 0  # all equal: only eps is left
     x[0, 1] = 7
     x[0, 2] *= 1e4
     leaves = {name: rng.normal(size=16).astype(np.float32) for name in ("scale", "bias")}
@@ -63,7 +63,7 @@ def test_norms_equal_their_formulas(kind, offset):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
     half = Norm(config).apply({"params": params}, jnp.asarray(x, jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
-    # The mean is taken in float32 even then: a row of equal numbers leaves exactly the bias.
+    # The mean is computed in float32 even then: a row of equal numbers gives exactly the bias.
     if kind != "rms":
         bias = np.zeros(16) if kind == "layer_without_parameters" else leaves["bias"]
         np.testing.assert_array_equal(np.asarray(half[0, 1]), bias.astype(jnp.bfloat16))

@@ -1,4 +1,4 @@
-"""Token by token with a cache equals the whole row at once, padding and windows included."""
+"""Decoding with a cache equals the forward pass of the whole row, with padding and windows."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ MODELS = {
 
 
 def decoded_logits(config, params, prompts: np.ndarray, pads: np.ndarray, following: np.ndarray):
-    """[B, N + 1, V]: after the prompt, then after each token of `following` [B, N]."""
+    """Logits [B, N + 1, V] after the prompt and after each token of `following` [B, N]."""
 
     @jax.jit
     def prefill(params, tokens, pads):
@@ -82,11 +82,11 @@ def test_decoding_equals_the_whole_row(name):
     pads = np.array([width - n for n in lengths], np.int32)
     found, cache = decoded_logits(config, params, prompts, pads, following)
     for b, (ids, n) in enumerate(zip(rows, lengths, strict=True)):
-        # One length for all: what follows a token does not matter to it.
+        # One length for all: a token does not depend on later ones.
         row = np.pad(ids, (0, width + new - len(ids)))
         whole = our_logits(config, params, row[None])[0, n - 1 : len(ids)]
         assert np.max(np.abs(found[b] - whole)) <= 1e-5 * np.max(np.abs(whole)), (name, b)
-    # Layers with a window keep no more than it.
+    # Layers with a window keep only the window.
     assert cache_length(cache) == width + new
     slots = [slot for segment in cache.values() for slot in segment.values()]
     places = {n for x in slots for n in (x["keys"].shape[-1], x["values"].shape[-2])}

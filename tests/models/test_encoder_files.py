@@ -1,4 +1,4 @@
-"""Files of encoders: prefixes, old names, heads that are left out, refusals, a real model."""
+"""Files of encoders: prefixes, old names, ignored heads, errors, a real model."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ WEIGHTS = "model.safetensors"
 
 
 def rename(directory, change):
-    """Gives the file's tensors the names that `change` makes of theirs."""
+    """Renames the file's tensors by `change`."""
     tensors = load_file(directory / WEIGHTS)
     tensors = {change(name): tensor for name, tensor in tensors.items()}
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
@@ -94,7 +94,7 @@ def test_old_names_and_the_buffer_of_positions_are_read(torch, tmp_path):
 
 
 def test_what_a_file_may_not_hold(torch, tmp_path):
-    """A classifier is not left out, nor one of two copies; a promised pooler must be there."""
+    """A classifier or one of two copies may not be missing, nor a pooler that the config has."""
     torch_encoder(torch, "BertForSequenceClassification").save_pretrained(tmp_path)
     assert read_pretrained(tmp_path)[0].head.settings["labels"] == ["LABEL_0", "LABEL_1"]
     path = tmp_path / "config.json"

@@ -1,4 +1,4 @@
-"""Encoders: parity with torch's BERT and RoBERTa, attention both ways, its dropout, refusals.
+"""Encoders: parity with torch's BERT and RoBERTa, bidirectional attention, dropout, errors.
 
 Tiny models have random weights (norms too); files are in test_encoder_files.py.
 """
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 BERT = tiny_of("bert", layers=3)
 DROP = (jax.random.key(1), jnp.float32(0.4))
-# What every layer sees and gives.
+# Inputs and outputs of every layer.
 STREAM = Probe("stream", lambda seen, batch, _: (seen.ffn_input - seen.middle, seen.block_output))
 
 
@@ -95,7 +95,7 @@ def test_hidden_states_of_every_layer_agree_on_either_side_of_padding(torch, enc
     ours = jax.jit(run)(params, batch)
     with torch.no_grad():
         theirs = run_torch(torch, model, batch)
-        # Torch pools the first place, be it padding.
+        # Torch pools the first position, even if it is padding.
         pooled = run_torch(torch, model, padded_batch(config, "right")).pooler_output
     inside, states = ours["probes"]["stream"]
     assert not np.any(np.asarray(inside)), "after a post-norm the FFN reads the stream itself"
@@ -130,7 +130,7 @@ def test_gradients_agree_leaf_by_leaf(torch, encoder):
         found, size = np.array(ours[path]), np.linalg.norm(expected)
         if path == "embed/embedding":  # torch gives the padding token's row none
             found[config.pad_id] = 0
-        if path.endswith("/k/bias"):  # one number for all logits of a query: rounding alone
+        if path.endswith("/k/bias"):  # one number for all logits of a query: only rounding
             assert max(size, np.linalg.norm(found)) < 1e-4, path
         else:
             assert size > 0 and np.linalg.norm(found - expected) < 1e-4 * size, path
@@ -181,7 +181,7 @@ def test_attention_dropout_keeps_the_expectation():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [12, 300])
 def test_both_kernels_drop_the_same_probabilities(length, causal):
-    """One key, one draw: values and gradients; several blocks of queries."""
+    """The same key gives the same values and gradients, with several blocks of queries."""
     rng, positions = np.random.default_rng(0), jnp.arange(length)[None]
     inputs = [jnp.asarray(rng.normal(size=(2, length, n, 4)), jnp.float32) for n in (4, 2, 2)]
     mask = attention_mask(positions, positions, None, causal=causal)

@@ -1,6 +1,6 @@
-"""Leaves of experts, [E, in, out], by the names of their axes: where positions would be wrong.
+"""Leaves of experts, [E, in, out]: code that uses axis names, where positions would be wrong.
 
-No forward pass reads experts yet; their leaves are declared, so what is not handled is an error.
+No forward pass uses experts yet; their leaves are declared, so unsupported ones are an error.
 """
 
 import dataclasses

@@ -253,7 +253,7 @@ def test_config_json_round_trip_also_through_transformers(name):
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *ENCODERS, *GPT2])
 def test_a_null_says_that_there_is_no_such_token(name):
-    """bos_token_id: null is not the class's default, which is a real token of another model."""
+    """bos_token_id: null does not mean the class's default, a real token of another model."""
     config, _ = families.preset(name)
     config = dataclasses.replace(config, bos_id=None, pad_id=None)
     values = families.family_by_name(config.family).to_hf(config)

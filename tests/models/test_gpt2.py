@@ -39,7 +39,7 @@ def test_padded_rows_and_greedy_tokens_are_torchs_up_to_the_last_position(torch,
     real = mask.numpy() > 0
     np.testing.assert_allclose(np.asarray(ours)[real], expected[real], atol=1e-4, rtol=0)
 
-    # Nothing ends a text: both may say every token.
+    # No token ends a text: both may generate any token.
     theirs.generation_config.eos_token_id = None
     counts = {"min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
     said = theirs.generate(ids, attention_mask=mask, do_sample=False, **counts)[:, width:]

@@ -52,7 +52,7 @@ def test_splash_equals_the_plain_form(window, softcap, packed):
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 def test_a_model_by_splash_equals_the_model(family):
-    """Through the scan, with the family's windows, soft-caps and packed documents."""
+    """A model in the scan, with the family's windows, soft-caps and packed documents."""
     config = dataclasses.replace(tiny_of(family, 3), head_dim=8)
     params = random_params(config)
     half = jnp.arange(T)[None] >= 100
@@ -74,7 +74,7 @@ def calls_of_cudnn(config, monkeypatch, **options):
     """(mask type, window) of each call of the fused kernel in a gradient lowered for a GPU."""
     from jax._src.cudnn import fused_attention_stablehlo
 
-    # There is no GPU to ask; the program is all that is looked at.
+    # Without a GPU, only the program is checked.
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     options = RunOptions(compute_dtype=jnp.bfloat16, platform="gpu", **options)
     ids = jax.ShapeDtypeStruct((2, T), jnp.int32)
@@ -91,7 +91,7 @@ def calls_of_cudnn(config, monkeypatch, **options):
 
 
 def test_a_row_of_one_document_is_causal_to_cudnn(monkeypatch):
-    """So that it skips what nobody sees; packed rows come with their mask."""
+    """cuDNN then skips masked positions; packed rows have a mask."""
     config = dataclasses.replace(tiny_of("gemma3", 2), head_dim=8)
     layers = [
         dataclasses.replace(x, window=w) for x, w in zip(config.layers, (50, None), strict=True)
@@ -101,14 +101,14 @@ def test_a_row_of_one_document_is_causal_to_cudnn(monkeypatch):
     assert {kind for kind, _ in alone} == {"CAUSAL"} and {w for _, w in alone} >= {"50"}
     packed = calls_of_cudnn(config, monkeypatch)
     assert packed and {kind for kind, _ in packed} == {"NO_MASK"}
-    # Nothing but the mask hides an encoder's padding.
+    # Only the mask hides an encoder's padding.
     encoder = dataclasses.replace(tiny_of("bert", 2), head_dim=8, max_position=256)
     both_ways = calls_of_cudnn(encoder, monkeypatch, packed=False)
     assert both_ways and {kind for kind, _ in both_ways} == {"NO_MASK"}
 
 
 def test_padding_after_one_document_is_not_seen():
-    """What `packed=False` claims: causality alone hides it from every place that is read."""
+    """The claim of `packed=False`: the causal mask hides padding from all positions in use."""
     config = tiny_of("llama", 2)
     params = random_params(config)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 29, (2, 20)))
@@ -133,16 +133,16 @@ def test_wide_products_round_as_narrow_ones_and_multiply_in_float32():
         np.testing.assert_allclose(np.asarray(got, np.float64), true, rtol=2**-8, atol=1e-2)
     lowered = jax.jit(lambda *a: jax.vjp(wide_product, *a[:2])[1](a[2])).lower(x, w, g).as_text()
     products = re.findall(r"stablehlo.dot_general.*", lowered)
-    assert len(products) == 2  # the value is not asked for
+    assert len(products) == 2  # the value is not needed
     for line in products:
         assert line.count("xbf16>") == 2 and line.rstrip().endswith("xf32>")
-        # The left operand's last axis, after it was turned.
+        # The left operand's last axis, after its transposition.
         assert "contracting_dims = [1] x" in line
 
 
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_every_product_of_the_cross_entropy_is_one_that_bfloat16_units_take(layout):
-    """Out in float32, and no left operand contracted along its first axis."""
+    """Results are float32, and no left operand is contracted along its first axis."""
     h, k = jnp.zeros((2, 24, 16), jnp.bfloat16), jnp.zeros((96, 16) if layout == "vd" else (16, 96))
     targets = jnp.zeros((2, 24), jnp.int32)
     function = jax.grad(lambda h, k: chunked_nll(h, k, targets, layout=layout).total, (0, 1))
@@ -154,7 +154,7 @@ def test_every_product_of_the_cross_entropy_is_one_that_bfloat16_units_take(layo
 
 
 def test_rematerialisation_keeps_what_wide_products_rounded():
-    """Its bits: not the float32 that it was rounded from."""
+    """The bits of the rounded value are kept, not the float32 before rounding."""
     x, w = jnp.ones((6, 4), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
 
     def layer(x, w):
@@ -185,7 +185,7 @@ def test_no_half_precision_is_written_into_a_stack_of_layers_on_a_cpu():
         text = gradient(remat).lower(params).as_text()
         written = re.findall(r"stablehlo.dynamic_update_slice.*-> tensor<3x([\dx]*)x(\w+)>", text)
         assert "bf16" not in {dtype for _, dtype in written}
-        # The block's input at least.
+        # At least the block's input.
         assert (f"2x12x{config.d_model}", "ui16") in [(s.removeprefix("1x"), d) for s, d in written]
         for one, other in zip(jax.tree.leaves(gradient(remat)(params)), exact, strict=True):
             bound = 5e-2 * float(jnp.abs(other).max())

@@ -1,6 +1,6 @@
 """Every leaf's shape, dtype, place on a mesh, decay, training and removal, as in leaves.json.
 
-Of one small model of each family, plain and with each kind of leaf that a surgery or a task puts
+One small model of each family, plain and with each kind of leaf that a surgery or a task puts
 there. A change of a declaration shows in that file's diff. If it is meant:
 
     python tests/models/test_leaves.py --write
@@ -39,7 +39,7 @@ HEADS = {
 
 
 def config_of(family: str) -> ModelConfig:
-    """Three layers of sizes that a mesh of 2 x 2 x 2 cuts and NF4 takes."""
+    """Three layers with sizes for a mesh of 2 x 2 x 2 and for NF4."""
     config = tiny_of(family, 3)
     kv_heads = config.n_kv_heads if config.n_kv_heads < config.n_heads else 4
     sizes = {"vocab_size": 48, "d_model": 64, "n_heads": 4, "n_kv_heads": kv_heads, "head_dim": 16}
@@ -112,7 +112,7 @@ def removal_axis(path: str, leaf: Leaf) -> str:
 
 
 def described(config: ModelConfig, params: dict) -> dict[str, str]:
-    """{path, "*" for its segment and slot: what there is to say of the leaf}."""
+    """{path, with "*" for its segment and slot: description of the leaf}."""
     leaves, names = declared(config, params), layer_names(params)
     trains = partition.trainable_mask(leaves)
     specs = flatten(partition.shardings(MESH, params, leaves))
@@ -129,7 +129,7 @@ def described(config: ModelConfig, params: dict) -> dict[str, str]:
 
 
 def dump() -> dict:
-    """{variant: [{"families", "leaves": those that the plain model has not, or else}]}."""
+    """{variant: [{"families", "leaves": new or changed leaves compared with the plain model}]}."""
     plain, found = {}, {name: [] for name in VARIANTS}
     for family in sorted(families.FAMILIES):
         config = config_of(family)

@@ -64,7 +64,7 @@ def compiled(leaves):
 
 
 def test_a_step_costs_what_the_factors_cost():
-    """Two thin products forward, four backward: within 5%, and no [1024, 1024] is ever made."""
+    """Two thin products forward, four backward, within 5%; no [1024, 1024] is computed."""
     step = compiled(factors())
     products = 3 * 2 * ROWS * RANK * (SIZE + SIZE)
     assert step.cost_analysis()["flops"] == pytest.approx(products, rel=0.05)
@@ -97,7 +97,7 @@ def thin_model():
 
 
 def test_nucl_over_it_by_finite_differences():
-    """The term reads the product of the factors; both of them get its gradient, and it is said."""
+    """The term reads the product of the factors; both get its gradient, and this is reported."""
     term = nucl_term(TermContext("nucl", "losses.nucl.weight", LLAMA, None), variant="gini")
     rng, step = np.random.default_rng(4), 1e-6
     with jax.enable_x64(True):

@@ -99,7 +99,7 @@ TINY = {
     "qwen2_tied": ("Qwen2", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"num_hidden_layers": 2, "head_dim": 12, **WINDOWS}),
 }
-# What of SIZES a family does not take.
+# The entries of SIZES that a family does not have.
 NOT_TAKEN = {
     "GPT2": ("num_key_value_heads", "head_dim", "intermediate_size"),
     "GPTNeoX": ("num_key_value_heads", "head_dim"),
@@ -131,7 +131,7 @@ def torch_model(name):
 
 @pytest.fixture(params=TINY)
 def tiny(request, torch, tmp_path):
-    """(torch model, the directory transformers saved it to)."""
+    """(torch model, its directory, saved by transformers)."""
     model = torch_model(request.param)
     model.save_pretrained(tmp_path / "theirs")
     return model, tmp_path / "theirs"
@@ -156,7 +156,7 @@ def test_logits_agree(torch, tiny):
 @pytest.mark.parametrize("where", ["top", "both", "neither"])
 @pytest.mark.parametrize("name", ["phi3", "llama", "gpt_neox"])
 def test_where_a_config_says_how_much_is_rotated(torch, tmp_path, name, where):
-    """Phi-3 reads it beside rope_parameters, too, and of both those; others do not."""
+    """Phi-3 reads it next to rope_parameters, too, and prefers those; others do not."""
     torch_model(name).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     rope = values["rope_parameters"]
@@ -213,7 +213,7 @@ def test_gradients_agree_leaf_by_leaf(torch, tiny):
     for path, reference in theirs.items():
         norm = np.linalg.norm(reference)
         if path.endswith("/k/bias") and config.position_rows:
-            # One number for all logits of a query: rounding alone.
+            # One number for all logits of a query: only rounding.
             assert max(norm, np.linalg.norm(ours[path])) < 1e-6, path
             continue
         assert norm > 0, path
@@ -239,7 +239,7 @@ def test_round_trip_is_bit_exact_and_transformers_reads_it(torch, tiny, tmp_path
 
 
 def pruned(config, params, widths):
-    """The first `widths[i]` neurons of each layer, written here from the definition."""
+    """The model with the first `widths[i]` neurons of each layer, from the definition."""
     layers = []
     for layer, width in zip(unstack(params)["layers"], widths, strict=True):
         ffn = layer["ffn"]
@@ -274,7 +274,7 @@ def test_unequal_widths_padded_for_transformers_or_by_layer(torch, tmp_path, nam
     again_config, again = read_pretrained(tmp_path / "uneven")
     assert again_config == config
     jax.tree.map(np.testing.assert_array_equal, again, params)
-    # transformers knows the widths and builds layers of one width all the same.
+    # transformers reads the widths, but builds layers of one width.
     with pytest.raises((RuntimeError, ValueError)):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "uneven")
 
@@ -348,7 +348,7 @@ def test_a_real_model_agrees(torch, request, name, shared_data, tmp_path):
     bound = 5e-5 * np.abs(reference).max() + 1e-3
     assert np.abs(ours - reference).max() <= bound
     np.testing.assert_array_equal(ours.argmax(-1), reference.argmax(-1))
-    # Weights in the wrong places would agree with themselves: real text must also be likely.
+    # Weights in wrong places would agree in both: real text must also be likely.
     log_p = jax.nn.log_softmax(ours[0, :-1])
     assert -log_p[np.arange(63), tokens[0, 1:]].mean() < 5.0
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Depth-wise pooling: what it equals, what it costs, what it counts (P-32, section 3, Table 1)."""
+"""Depth-wise pooling: special cases, cost, parameter counts (P-32, section 3, Table 1)."""
 
 import dataclasses
 
@@ -69,7 +69,7 @@ def test_equal_weights_are_average_pooling(family):
 @pytest.mark.parametrize("norm", ["pooled", "hidden_states"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_weight_on_one_layer_is_that_layer(family, norm):
-    """Of the last one: the logits of the last layer's head; of another: of its state, by hand."""
+    """For the last layer, the logits of its head; for another, those of its state, by hand."""
     config, params, p32 = model_with(family, "p32", final_norm=norm)
     _, _, last = model_with(family, "last")
     batch = batch_of(config)

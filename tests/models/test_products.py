@@ -50,7 +50,7 @@ def said() -> str | None:
 @pytest.mark.parametrize("config", [WIDE, tiny_of("gemma2")], ids=["llama", "gemma2"])
 @pytest.mark.parametrize("dtype, exact", [("float32", True), ("bfloat16", False)])
 def test_every_product_of_a_program_is_told(config, dtype, exact):
-    """Read from what is handed to the compiler, whatever the platform is."""
+    """Read from the program given to the compiler, on any platform."""
     params = restack(config, random_params(config))
     rows = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (2, 16)))
     batch = {"tokens": rows, "segment_ids": jnp.ones_like(rows)}
@@ -78,7 +78,7 @@ def test_a_command_follows_its_config_inside_another():
 
 @pytest.mark.parametrize("dtype, exact", [("float32", True), ("bfloat16", False)])
 def test_every_product_of_a_training_step_is_told(tmp_path, monkeypatch, dtype, exact):
-    """The backward pass and the losses, whose rules are traced later, included."""
+    """With the backward pass and the losses, whose rules are traced later."""
     texts, lower = [], jax.stages.Traced.lower
 
     def seen(traced, **given):
@@ -100,7 +100,7 @@ def test_every_product_of_a_training_step_is_told(tmp_path, monkeypatch, dtype, 
 
 @pytest.mark.parametrize("given, word", [("", "float32"), ("bfloat16", "None")])
 def test_a_script_follows_its_config(tmp_path, given, word):
-    """Most run no `Command`: `cli.launch` alone tells them."""
+    """Most run no `Command`: only `cli.launch` sets their precision."""
     (tmp_path / "config.py").write_text(
         "from ml_collections import ConfigDict\n"
         f"get_config = lambda: ConfigDict({{'compute_dtype': {given!r}}} if {given!r} else {{}})\n"
@@ -169,7 +169,7 @@ def test_the_python_interface_does_as_well(monkeypatch):
 
 
 def test_a_tpus_compiler_takes_the_word_with_float32_alone(libtpu):
-    """Why runs in bfloat16 are not told."""
+    """The reason why runs in bfloat16 do not set a precision."""
     device = find_target("v5e:2x2", jnp.float32).devices[0]
     place = jax.sharding.SingleDeviceSharding(device)
 

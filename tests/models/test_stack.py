@@ -44,7 +44,7 @@ CONFIG = ModelConfig("gemma3", layers=(LOCAL, LOCAL, GLOBAL) * 2 + (LOCAL,), **O
 TOKENS = np.random.default_rng(0).integers(0, 37, (2, 13))
 
 
-# One compilation a call instead of one an operation.
+# One compilation per call instead of one per operation.
 compute = jax.jit(causal_lm.forward, static_argnums=0, static_argnames=("options", "probes"))
 
 

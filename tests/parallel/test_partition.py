@@ -1,4 +1,4 @@
-"""Path rules: order, strictness in both directions; what is declared of a full model."""
+"""Path rules: order, strictness in both directions, declarations of a full model."""
 
 import jax
 import numpy as np

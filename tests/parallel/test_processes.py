@@ -67,7 +67,7 @@ def test_processes_train_as_one(tmp_path, capsys, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["text", "mixture"])
 def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path, data):
-    """Both stop at the same step, saved within 10 s; one process ends the run as one would have."""
+    """Both stop at the same step and save within 10 s; one process finishes the run equally."""
     params = jax.tree.map(np.asarray, random_params(LLAMA))
     save_pretrained(LLAMA, params, tmp_path / "model", tokenizer=byte_tokenizer())
     parts = []
@@ -135,7 +135,7 @@ def test_a_mistyped_way_to_join_is_named(how):
     [
         ("", {}, ""),
         ("", {"STEP_NUM_TASKS": "1"}, ""),
-        ("", {"NTASKS": "4"}, ""),  # a batch script's own process is in no step
+        ("", {"NTASKS": "4"}, ""),  # the process of a batch script is in no step
         ("", {"STEP_NUM_TASKS": "4"}, "one of 4 processes and sees only its own 1"),
         ("auto", {"STEP_NUM_TASKS": "4"}, "--distributed=alone says"),
         ("alone", {"STEP_NUM_TASKS": "4"}, ""),  # points of a sweep

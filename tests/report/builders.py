@@ -83,7 +83,7 @@ def evaluations(curve, psi=()):
 
 
 def reading(psi, **rates):
-    """What an analysis found in one reading of h_L."""
+    """Results of an analysis for one reading of h_L."""
     return {"psi": list(psi), "zeta_L": 9.5, "zeta_L-1": 9.75, "zeta_L-2": 10.25, **rates}
 
 

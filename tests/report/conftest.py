@@ -12,7 +12,7 @@ from ffn_heterogeneity.report.paper import write_paper
 
 @pytest.fixture(autouse=True)
 def small_figures(monkeypatch):
-    """Drawn whole, with few pixels, and closed."""
+    """Draws figures completely, with few pixels, and closes them."""
     from matplotlib import pyplot as plt
 
     monkeypatch.setattr(figures, "DPI", 20)

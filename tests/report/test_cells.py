@@ -1,4 +1,4 @@
-"""The helpers of reports: settings that exist and agree, cells, functions that stay short."""
+"""Helpers of reports: settings that exist and agree, cells, short functions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def renamed(tmp_path, monkeypatch):
 
 
 def test_a_renamed_setting_stops_the_report(renamed):
-    """By its name, before anything is written; without the check its tables would be empty."""
+    """The error names it before anything is written; without the check, tables would be empty."""
     (run,) = [removal(renamed / "run", 7.0)]
     config = json.loads((renamed / "run/config.json").read_text())
     config["rule"] = config.pop("criterion")

@@ -60,7 +60,7 @@ def two(tmp_path):
 
 
 def test_only_the_differing_keys_are_listed(two, tmp_path):
-    """A run that has not begun has some too."""
+    """Also for a run that has not started."""
     differing = [["extra", "unset", '"1"'], ["nucl.alpha", "0", "10"], ["on", "true", "1"]]
     assert compare.differing_keys(read_runs(two)) == differing
     assert compare.differing_keys(read_runs([two[0], make(tmp_path / "c")])) == []
@@ -70,9 +70,9 @@ def test_numbers_side_by_side_with_difference_and_ratio(two, tmp_path):
     rows = table(two)
     assert rows["validation/nll"] == ["2.5", "1", "-1.5", "0.4"]
     assert rows["parameters"] == ["1,000", "900", "-100", "0.9"]
-    # What one run alone has is there all the same, and a ratio to 0 is none.
+    # Values of only one run are shown, too; a ratio to 0 is not.
     assert rows["only"] == ["7", "-", "-", "-"] and rows["zero"] == ["0", "2", "+2", "-"]
-    # Values a layer are no rows.
+    # Values per layer are no rows.
     names = ["validation/best/nll", "validation/nll", "tokens_per_second", "parameters"]
     assert list(rows) == [*names, "only", "zero"]
     header, rows = numbers(read_runs([*two, make(tmp_path / "c", results={"only": 14})]))
@@ -236,7 +236,7 @@ def test_what_is_no_run_is_said(tmp_path):
 
 
 def test_a_sweep_is_its_runs(two, tmp_path):
-    """An archive of it, too."""
+    """Also an archive of it."""
     sweep = tmp_path / "sweep"
     sweep.mkdir()
     for path in two:
@@ -268,7 +268,7 @@ def test_from_the_command_line(two, tmp_path):
     error = run_script("report", "--compare", two[0], output).error
     assert "--compare needs two or more" in error and two[0] in error
     assert not (tmp_path / "out").exists()
-    done = run_script("report", two[0], output, two[1])  # --compare: not needed where two are
+    done = run_script("report", two[0], output, two[1])  # --compare is not needed for two runs
     assert done.code == 0 and done.out == (tmp_path / "out" / "compare.md").read_text()
     assert "![compare](compare.png)" in done.out and "tokens_per_second" in done.out
     one = run_script("report", two[0], output)
@@ -287,7 +287,7 @@ def test_numbers_as_cells():
 
 
 def test_whose_model_a_run_read(tmp_path):
-    """By what the model was then: not by a path that another was written to since."""
+    """The model is identified by its content then, not by a path that was written again since."""
 
     def origin(mark, *written, place="a"):
         for name, own in zip("abc", written, strict=False):
@@ -317,7 +317,7 @@ def test_a_model_that_moved_is_known_by_the_end_of_its_path(tmp_path):
 
 
 def test_equal_means_differ_by_nothing():
-    """Not by the -5e-17 that a mean over seeds leaves."""
+    """Not by the -5e-17 of a mean over seeds."""
     assert str(bootstrap([1e-17, -9e-17, -7e-17]).mean) == "0.0"
 
 

@@ -100,7 +100,7 @@ def test_runs_that_cannot_be_compared_are_named(report, tmp_path):
 
 
 def test_one_text_under_two_paths_is_one_text(report, tmp_path):
-    """What counts is what was in the file when the run began."""
+    """The content of the file at the start of the run counts."""
     paths = []
     for name, text, mark in (("a", "wiki.txt", 1), ("b", "../wiki.txt", 1), ("c", "other.txt", 2)):
         own = {"text": text, "criterion": f"rule {name}", "data_root": text}

@@ -1,4 +1,4 @@
-"""Figures as they are read: ticks that mean something, nothing drawn over."""
+"""Figures are readable: useful ticks, no overlaps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_no_line_joins_dots():
 
 
 def test_names_and_values_are_shown_as_text():
-    """HTML, links and ends of cells that somebody wrote; our own links stay links."""
+    """HTML, links and cell ends in names and values; our own links stay links."""
     hostile = '<img src=x>|[a](b)\n# "c"'
     table = markdown_table(("run", "value"), [(hostile, "<b>")])
     assert len(table.splitlines()) == 3 and "](" not in table

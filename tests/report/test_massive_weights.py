@@ -1,4 +1,4 @@
-"""The report on massive weights: attacks, the analysis, removals that spare neurons."""
+"""The report on massive weights: attacks, the analysis, removals that keep neurons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""papers/*.json: every number that the papers print, against a second typing of them."""
+"""papers/*.json: every printed number of the papers, typed a second time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROMAN = {1: "I", 2: "II", 4: "IV", 5: "V", 12: "XII", 13: "XIII", 14: "XIV"}
 # Paper -> tables that were typed twice.
 TWICE = {"nucl": (1, 2, 3, 4, 5, 7, 8), "jreg": (1, 2, 3, 4, 7), "p32": (1, 2, 3, 4, 5, 6)}
 TWICE |= {"massive_weights": (1, 4, 7, 8, 9), "mlp_fusion": ROMAN}
-# Tables whose last number (of a place) is a mean of others; rows where the paper slips.
+# Tables whose last number (of a place) is a mean of others; rows with errors in the paper.
 MEANS = [
     ("nucl", "table_4", slice(7), 7, 0.0051, []),
     ("jreg", "table_2", slice(9), 9, 0.0501, ["170M JREG (ours) 0.3", "1B JREG (ours) 1.0"]),
@@ -63,7 +63,7 @@ def test_what_is_printed(shared_data, paper):
 
 
 def test_what_is_printed_in_another_form(shared_data):
-    """Sizes of JREG's models by column; the last of MacDrop's curricula is the mean of them."""
+    """Sizes of JREG's models by column; the last of MacDrop's curricula is their mean."""
     other, rows = typed(shared_data, "jreg"), rows_of(JREG["table_5"])
     keys = ("Layers", "Model Dim", "FFN Dim", "Attention Heads")
     mine = [[rows[x,][i] for x in keys] for i in range(3)]
@@ -161,7 +161,7 @@ def test_how_many_layers(layers, count):
 
 @pytest.mark.parametrize("name", [*papers.NAMES, *map(str, STUDIES)])
 def test_what_is_drawn_has_its_function(name):
-    """A function of runs, curves or other functions; a row has a cell for each label and column."""
+    """Each item has a function of runs, curves or others; each row has all labels and columns."""
     texts, functions = printed(name), papers.load(name).functions
     ours = {"tables": {}, "figures": {}, **texts.get("ours", {})}
     drawn = {*texts["figures"], *ours["figures"]}

@@ -1,4 +1,4 @@
-"""Damaged models, given to a script: one clear line, nothing left behind.
+"""Damaged models given to a script: an error of one clear line, no files left behind.
 
 What each reader says in detail is tested in tests/io; here, that it reaches the user.
 """

@@ -1,4 +1,4 @@
-"""Every script's command line: help, flags, and one clear line for what a user got wrong."""
+"""Every script's command line: help, flags, and one clear line for a user's mistake."""
 
 import json
 import re
@@ -24,7 +24,7 @@ PLACES = {"convert": "--output", "report": "--output", "fetch_models": "--direct
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_shows_an_example_the_flags_and_the_config(name):
-    """Flags that are there; keys by group, those of none first, in 80 columns, with comments."""
+    """Only existing flags; keys by group (ungrouped ones first), in 80 columns, with comments."""
     done = run_script(name, "--help")
     assert done.code == 0 and done.err == "", done
     assert f"python scripts/{name}.py" in done.out and "Flags:" in done.out
@@ -49,7 +49,7 @@ def test_help_of_a_config_of_ones_own(tmp_path, monkeypatch):
     """The file of docs/howto/your-own.md: comments of its keys are shown together with ours."""
     page = (REPOSITORY / "docs" / "howto" / "your-own.md").read_text()
     (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
-    monkeypatch.setitem(TERMS, "l1", None)  # which the file sets, and is then gone
+    monkeypatch.setitem(TERMS, "l1", None)  # which the file sets, and which is then deleted
     shown = run_script("train", f"--config={tmp_path / 'mine.py'}:some/model", "-h").out
     assert re.search(r"losses\.l1\.weight=0\.1 +of the mean outgoing weight", shown)
     assert "--config.losses.nucl.variant=" in shown
@@ -142,7 +142,7 @@ def test_values_reach_the_run(model, text, tmp_path):
 
 
 def test_from_a_pruned_model_to_its_perplexity(model, text, tmp_path):
-    """compress, analyze, evaluate and convert hand directories to one another."""
+    """compress, analyze, evaluate and convert read each other's directories."""
     pruned, wide = tmp_path / "pruned", tmp_path / "wide"
     own = {"model": model, "layers": "odd", "ratio": 0.75, "workdir": pruned}
     assert run_script("compress", **own).code == 0

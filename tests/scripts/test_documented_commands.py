@@ -1,4 +1,4 @@
-"""Every command of README and docs, on what `make demo` leaves behind, at small settings.
+"""Every command of README and docs, with the files of `make demo`, at small settings.
 
 The model is a tiny one under the real one's name, the texts are short; nothing else is replaced but
 what SMALL says. What cannot run on a machine without network is in ELSEWHERE, with the reason.
@@ -21,7 +21,7 @@ HOWTO = ("prune", "shrink", "classify", "adapt", "pretrain", "evaluate", "reprod
 PAGES += tuple(f"docs/howto/{name}.md" for name in (*HOWTO, "slurm", "report"))
 OWN = "docs/howto/your-own.md"  # run from the wheel, tests/launch/test_console.py
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
-# Settings that are appended to what matches, all that match.
+# Settings that are appended to all commands that match.
 TRAINS = r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion|five))|ffnh train|"
 TRAINS += r"sweep(\.py)? .*(jreg_pre|nucl_fine)"
 SMALL = [
@@ -72,7 +72,7 @@ ELSEWHERE = {
 
 
 def commands(page: str) -> list[str]:
-    """Indented blocks: continued lines joined, comments gone."""
+    """Indented blocks, with continued lines joined and comments removed."""
     text = re.sub(r"```.*?```", "", (REPOSITORY / page).read_text(), flags=re.S)
     lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
     text = re.sub(r"\\\n\s*", " ", "\n".join(lines))
@@ -96,7 +96,7 @@ def after_demo(tmp_path_factory):
         (demo / f"{name}.txt").write_text(TEXT * (50_000 // len(TEXT)))
     for name in ("README.md", "CHANGELOG.md", "wiki.test.raw"):
         (root / name).write_text(TEXT * (20_000 // len(TEXT)))
-    # Rows of MRPC's form and of RTE's, and a table of one's own.
+    # Rows in the forms of MRPC and RTE, and a user's table.
     pair = {"#1 String": "A b.", "#2 String": "A c.", "sentence1": "A b.", "sentence2": "A c."}
     rows = [pair | {"label": i % 2} for i in range(16)]
     for name in ("train", "validation"):
@@ -158,7 +158,7 @@ def test_what_pages_point_to_is_there():
     """Paths in words or commands: in a clean clone git has them as well."""
     rooms = "docs|configs|scripts|tests|ffn_heterogeneity|notebooks"
     for page in [*REPOSITORY.glob("*.md"), *DOCS]:
-        # (Diffs make their files, and are applied: test_adding.py.)
+        # (Files of diffs are made by test_adding.py, which applies them.)
         text = re.sub(r"```diff.*?```", "", page.read_text(), flags=re.S)
         named = re.findall(rf"(?<![\w./>])(?:{rooms})/[\w./*<>-]*\w", text)
         paths = {re.sub("<[^>]*>", "*", x) for x in named}

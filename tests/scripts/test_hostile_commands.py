@@ -1,4 +1,4 @@
-"""Commands that cannot run: code 2, one last line, no traceback, no result; at once and small."""
+"""Commands that cannot run: code 2, one last line, no traceback, no result; fast, low memory."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ COMPRESS = ("compress", "--config.model={model}")
 FUSE = ("compress", "--config=configs/fuse.py", "--config.model={model}")
 ATTACK = ("compress", "--config=configs/attack.py", "--config.model={model}")
 BIG = "1" + "0" * 400
-# (command, what its one line says)
+# (command, words of its error)
 CASES = [
     ((*TRAIN, f"--config.seed={BIG}"), "seed"),
     ((*TRAIN, "--config.seed=-1"), "seed=-1"),

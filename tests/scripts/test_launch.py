@@ -1,4 +1,4 @@
-"""scripts/launch/: what it would run, and a real run that is killed again and again."""
+"""scripts/launch/: the commands, and a real run that is killed repeatedly."""
 
 import os
 import re
@@ -37,7 +37,7 @@ WHERE = "--accelerator-type=v5litepod-8 --version=v2-alpha-tpuv5-lite"
 
 
 def test_every_command_for_a_tpu():
-    """Word for word, as a shell would split them."""
+    """The expected commands, word by word after the shell's splitting."""
     command = ("train", "--config=nucl_finetune:gemma2_2b,gsm8k", "--workdir=gs://b/a run")
     code, out, _ = run("tpu_vm.sh", "--print", "keep", *command, SOURCE="git+https://example.org/x")
     lines = [shlex.split(line, comments=True) for line in out.splitlines()]
@@ -90,7 +90,7 @@ def test_what_is_locked_is_all_that_is_needed(path):
 
 
 def test_slurm_jobs(tmp_path):
-    """The array's job is run here, as its second task."""
+    """Runs the array's job here, as its second task."""
     points = tmp_path / "points"
     points.write_text("echo 'a  b'\n\necho \"c  d\" $((1 + 1)) $'x\\ny'\n")
     code, out, _ = run("slurm.sh", "--print", "array", points, "--time=1:00")

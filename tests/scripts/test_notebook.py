@@ -19,7 +19,7 @@ from ffn_heterogeneity.io.gguf.export import save_gguf
 
 NOTEBOOK = REPOSITORY / "notebooks" / "quickstart.ipynb"
 CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
-# In every Python that starts under it: a line in a file for each process that imports jax.
+# Each Python process that imports jax writes a line to a file.
 WATCH = """import os, sys
 class Watch:
     def find_spec(name, path=None, target=None):
@@ -33,7 +33,7 @@ def test_no_output_of_anybodys_run_is_in_it():
 
 
 def outputs(model, folder, monkeypatch):
-    """The outputs of all cells, run on a model file; jax was imported by one process alone.
+    """The outputs of all cells, run on a model file; checks that one process imported jax.
 
     A second process would get no TPU, because the kernel uses it.
     """
@@ -81,7 +81,7 @@ def test_it_runs(smollm2_gguf, tmp_path, monkeypatch):
 
 
 def install(monkeypatch, devices="", packages=None, newer=None, source="git+https://example.org/x"):
-    """The first cell's requirements for pip, where /dev and the environment hold these."""
+    """The first cell's requirements for pip, with these files of /dev and this environment."""
     asked, versions = [], {"jax": "0.10.2", **(packages or {})}
 
     def run(command, check):
@@ -111,10 +111,10 @@ OURS = "ffn-heterogeneity[all{}] @ git+https://example.org/x"
     [
         ("", {}, [OURS.format("")]),
         ("", INSTALLED, []),
-        # libtpu is looked for even where nothing else is missing.
+        # libtpu is checked even if nothing else is missing.
         ("/dev/vfio/0", {}, [OURS.format(",tpu"), "jax[tpu]==0.10.2"]),
         ("/dev/accel0", INSTALLED, ["jax[tpu]==0.10.2"]),
-        ("/dev/accel", INSTALLED, []),  # where Linux puts another maker's
+        ("/dev/accel", INSTALLED, []),  # the device file of another vendor
         ("/dev/nvidia0", {}, [OURS.format(",gpu"), "jax[cuda12]==0.10.2"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""The pages that hold the evidence: cells that fit, links that resolve, numbers with a source.
+"""The pages of results: short cells, valid links, numbers with a source.
 
 A number of three and more digits in a table of docs/findings stands as it is written in what its
 page may quote: the committed tables of docs/results, what the paper prints, and the paper's report,
@@ -25,18 +25,18 @@ from ffn_heterogeneity.report.tables import number
 DOCS = REPOSITORY / "docs"
 STATES = {"works on real models", "parity-tested", "works, effect not seen", "built, not run"}
 STATES |= {"not there"}
-# Page -> what it may quote of docs/results, and its archives.
+# Page -> the files of docs/results that it may quote, and its archives.
 SOURCES = {
     "nucl": (
         ("nucl_*", "table_*", "figure_4_*", "own_*"),
         ("lesions-*",),
-    ),  # of no run: what is printed
+    ),  # of no run: printed numbers
     "jreg": (("jreg_*",), ("lesions-*",)),
     "massive_weights": (("massive_*", "macdrop*", "table_4_smollm2*"), ("lesions-*",)),
     "p32": (("p32_mrpc_qwen",), ("p32-*",)),
     "mlp_fusion": ((), ("fusion-*", "ntk-*", "own-recover*", "webnlg-*")),
 }
-# Page -> numbers of its sentences that nothing measured, and what they are.
+# Page -> numbers in its sentences that are not measured, and their meaning.
 SETTINGS = {
     "nucl": {},
     "jreg": {"4,096": "tokens of the vocabulary"},
@@ -62,7 +62,7 @@ def dashes(line: str) -> bool:
 
 
 def numbers(text: str) -> set[str]:
-    """The numbers as they are written, but for thousands' commas and zeros that say nothing."""
+    """The written numbers, without thousands' commas and trailing zeros."""
     return {plain(one) for one in NUMBER.findall(text)}
 
 
@@ -123,7 +123,7 @@ def by_seed(runs: dict[str, float], pattern: str) -> np.ndarray:
 
 
 def looked_at() -> list[float]:
-    """What only sentences quote: states and lesions, random draws, MacDrop's gain by adapter."""
+    """Numbers that only sentences quote: states, lesions, random draws, MacDrop's gain."""
     states = fh.results(DOCS / "results/runs/massive-states.tar.xz")
     states = states[states.what.isin(["intermediate", "h_out", "massive_rank"])]
     lesions = fh.results(DOCS / "results/runs/lesions-smollm2-135m-instruct.tar.xz")
@@ -212,7 +212,7 @@ def test_numbers_have_a_source(page):
 
 @pytest.mark.parametrize("page", SOURCES)
 def test_numbers_in_sentences_have_a_source(page):
-    """Those with a decimal point or three and more digits; every setting is one that is there."""
+    """Numbers with a decimal point or at least three digits; every named setting exists."""
     looked = looked_at() if page == "massive_weights" else ()
     sources, _ = quoted(page)
     values = np.abs(np.array([*map(float, sources), *looked], float))

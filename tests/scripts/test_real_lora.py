@@ -1,4 +1,4 @@
-"""LoRA on SmolLM2-135M, 20 steps on rows of Alpaca: what moves, what is saved, and five kills."""
+"""LoRA on SmolLM2-135M, 20 steps on rows of Alpaca: changed leaves, saved files, five kills."""
 
 import os
 import signal

@@ -68,7 +68,7 @@ def test_entropy_choice_equals_the_oracle_in_every_layer(smollm2, reduced):
 
 
 def test_removal_equals_masking(smollm2, reduced, tokens):
-    """The same neurons gone, or the rows of W that they write with set to 0."""
+    """Removed neurons, or their rows of W set to 0."""
     config, smaller, removed, _ = reduced
     pruned = our_logits(config, restack(config, smaller), tokens)
     tree = restack(smollm2.config, mask_neurons(smollm2.params, removed))
@@ -119,7 +119,7 @@ def test_a_pruned_model_loads_in_transformers_and_agrees(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "phi3"])
 def test_the_model_rewritten_as_another_family(torch, smollm2, tokens, tmp_path, family):
-    """Llama's block is theirs: the same bits here, the same logits by their code in torch."""
+    """The family has Llama's block: the same bits here, the same logits with its code in torch."""
     config = dataclasses.replace(smollm2.config, family=family)
     save_pretrained(config, smollm2.params, tmp_path, tokenizer=smollm2.tokenizer)
     read = load_model(tmp_path)

@@ -1,4 +1,4 @@
-"""`make docs`: the site builds without a warning or the network, and what is broken stops it."""
+"""`make docs`: the site builds without a warning or the network; broken pages stop it."""
 
 import sys
 import zlib

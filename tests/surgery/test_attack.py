@@ -28,7 +28,7 @@ def model(request):
 
 
 def planted(config, layer=1, neuron=5):
-    """Weights under which one neuron of one early layer answers far louder than all others."""
+    """Weights with which one neuron of one early layer has a far larger state than all others."""
     tree = unstack(random_params(config))
     ffn = tree["layers"][layer]["ffn"]
     ffn = {name: {"kernel": leaf["kernel"].copy()} for name, leaf in ffn.items()}
@@ -42,7 +42,7 @@ def test_the_planted_neuron_is_found():
     found = massive_weights(LLAMA, planted(LLAMA))
     assert (found.layer, found.indices[0]) == (1, 5)
     assert found.magnitudes[0] > 20 * found.magnitudes[1]
-    # The second half of the stack is not looked at, unless it is named.
+    # The second half of the stack is not searched, unless it is named.
     late = planted(LLAMA, layer=3, neuron=7)
     assert massive_weights(LLAMA, late).layer < 2
     assert massive_weights(LLAMA, late, layer=3).indices[0] == 7
@@ -53,7 +53,7 @@ def test_the_planted_neuron_is_found():
 
 
 def test_states_are_those_of_transformers(torch, tmp_path):
-    """|h| as what `down_proj` is given, with bos alone."""
+    """|h| from the inputs of `down_proj`, for a single bos."""
     params = random_params(LLAMA)
     theirs, seen = torch_model(torch, save_tiny(tmp_path / "model", LLAMA, params)), []
     for layer in theirs.model.layers:
@@ -68,7 +68,7 @@ def test_states_are_those_of_transformers(torch, tmp_path):
 
 @pytest.mark.parametrize("scope", ["massive", "layer", "others"])
 def test_whom_macdrop_drops(scope):
-    """The k massive neurons of their layer, all of it, or all but those k."""
+    """MacDrop drops the k massive neurons of their layer, the whole layer, or all but those k."""
     model = Model(LLAMA, random_params(LLAMA), None, "tiny")
     order = massive_weights(LLAMA, model.params, layer=1).indices
     rows = {"massive": order[:3], "layer": order, "others": order[3:]}[scope]

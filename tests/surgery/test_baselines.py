@@ -1,4 +1,4 @@
-"""MLP Fusion's baselines: support points, SVD, pruning; what is counted, and what trains on."""
+"""MLP Fusion's baselines: support points, SVD, pruning; counts, and further training."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from ffn_heterogeneity.tree import flatten
 
 
 def test_the_discrepancy_is_its_formula():
-    """Numpy's float64 of differences; a point's distance to itself is in no mean distance."""
+    """Against float64 differences in numpy; means exclude a point's distance to itself."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(14, 6)), rng.normal(size=(5, 6))
 
@@ -77,7 +77,7 @@ def down_kernels(model):
 
 
 def test_svd_is_the_closest_of_its_rank_and_keeps_so_many_parameters():
-    """Against numpy's singular values; the factors train, and the model's function is theirs."""
+    """Against numpy's singular values; the factors train and define the model's function."""
     model = model_of()
     few, report = fused(model, method="svd", ratio=0.5)
     (before, _), (after, layers) = down_kernels(model), down_kernels(few)
@@ -114,7 +114,7 @@ def test_a_mask_keeps_the_largest_weights_of_all_blocks():
 
 
 def test_structured_pruning_takes_whole_neurons():
-    """The smallest sums of sizes go, as numpy has them; what stays is bit for bit as it was."""
+    """The smallest sums of sizes are removed, as in numpy; the rest is equal bit for bit."""
     ffn = block(gated=True, dtype=np.float32)
     few = compressed(ffn, "structured", 7)
     sums = sum(np.abs(ffn[x]["kernel"]).sum(0) + np.abs(ffn[x]["bias"]) for x in ("gate", "up"))
@@ -137,7 +137,7 @@ def test_what_is_counted_is_what_is_kept(method):
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("method", ["fusion", "mmd", "svd", "unstructured"])
 def test_what_is_compressed_trains_on_and_p_and_masks_stay(method, tmp_path):
-    """From the directory written, as another run reads it."""
+    """Training from the written directory, as another run reads it."""
     (tmp_path / "text.txt").write_text(TEXT)
     model = save_tiny(tmp_path / "tiny")
     fh.run("surgery", "fuse", tmp_path / "few", {"model": str(model), "method": method, "steps": 1})

@@ -1,4 +1,4 @@
-"""What survivors take over: each way against its formula, solved another way."""
+"""Compensation by kept neurons: each method against its formula, solved another way."""
 
 import dataclasses
 import json
@@ -67,7 +67,7 @@ def test_sum_adds_up_the_merges_in_their_order():
     np.testing.assert_array_equal(smaller["down"]["kernel"], w[kept])
     np.testing.assert_array_equal(smaller["down"]["bias"], ffn["down"]["bias"])
     np.testing.assert_array_equal(smaller["gate"]["bias"], ffn["gate"]["bias"][kept])
-    # Nothing is lost: all rows are in some survivor.
+    # Nothing is lost: all rows are in some kept neuron.
     np.testing.assert_allclose(w[kept].sum(axis=0), ffn["down"]["kernel"].sum(axis=0), rtol=1e-12)
     assert report["layer"] == 3 and report["lambda_max"] == 1 and report["condition"] is None
     assert report["lambda_norm"] == pytest.approx(20**0.5)
@@ -167,7 +167,7 @@ def test_scaled_takes_the_nearest_multiple(plain):
 
 # ---- least squares
 
-# m, n, how many go: 2n below, equal to and above the number of survivors.
+# m, n, removed neurons: 2n below, equal to and above the number of kept ones.
 SHAPES = [(40, 6, 10), (16, 6, 4), (40, 30, 10), (300, 60, 100), (300, 150, 100)]
 
 
@@ -231,7 +231,7 @@ def test_ridge(m, n, count, factor):
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_least_squares_is_exact_where_its_assumption_holds(plain):
-    """A linear activation, and a constant gate or none: the survivors' span says it all."""
+    """A linear activation, and a constant gate or none: kept neurons span the removed ones."""
     rng = np.random.default_rng(9)
     ffn = layer_of(rng, 40, 5, plain=plain, bias=plain)
     if not plain:
@@ -244,7 +244,7 @@ def test_least_squares_is_exact_where_its_assumption_holds(plain):
 
 
 def test_one_solve_for_many(monkeypatch):
-    """Blocks of neurons that go make no difference."""
+    """The size of blocks of removed neurons does not matter."""
     rng = np.random.default_rng(10)
     ffn = layer_of(rng, 60, 10)
     _, gone = split(60, 25, rng)
@@ -290,7 +290,7 @@ def test_every_compensation(name, dtype):
     for leaf, leaves in before.items():
         for key, value in leaves.items():
             np.testing.assert_array_equal(ffn[leaf][key], value)
-    # The same as if mask and scale had been in the weights from the start.
+    # Equal to weights that include mask and scale.
     w = ffn["down"]["kernel"].astype(np.float64) * ffn["down"]["mask"]
     w *= ffn["neuron_scale"].astype(np.float64)[:, None]
     folded = {**ffn, "down": {"kernel": w}}

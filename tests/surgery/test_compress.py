@@ -1,4 +1,4 @@
-"""`scripts/compress.py` end to end: what goes, what is written, what transformers makes of it."""
+"""`scripts/compress.py` end to end: removed neurons, written files, transformers' results."""
 
 import json
 

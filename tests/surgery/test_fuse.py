@@ -82,7 +82,7 @@ def test_duplicated_neurons_fuse_without_error(gated, method):
 
 @KINDS
 def test_the_theorem_of_appendix_b(gated):
-    """Fusion keeps the kernel of sign descent, sqrt with ReLU that of SGD (gated: of up and down
+    """Fusion keeps the kernel of sign descent, sqrt with ReLU that of SGD (if gated, of up and down
     alone, with any activation); the others keep neither."""
     many = repeated(block(gated), np.arange(12) % 5 + 1)
     act = jax.nn.silu if gated else jax.nn.relu
@@ -143,7 +143,7 @@ def test_the_bound_of_appendix_c(seed, c, name):
 
 
 def test_canonical_neurons_are_the_same_function():
-    """Copies of a neuron at other scales and signs are one cluster in canonical form alone."""
+    """Copies of a neuron at other scales and signs are one cluster only in canonical form."""
     ffn, rng = block(gated=True), np.random.default_rng(4)
     many = repeated(ffn, np.arange(12) % 5 + 1)
     m = many["down"]["kernel"].shape[0]

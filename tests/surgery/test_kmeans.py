@@ -1,4 +1,4 @@
-"""k-means of neurons against scikit-learn's, from the same start and from its own."""
+"""k-means of neurons against scikit-learn's, from the same start and from separate starts."""
 
 import time
 
@@ -64,7 +64,7 @@ def test_products_of_pairs_are_made_once_for_all_starts(monkeypatch):
 
 @BOTH
 def test_duplicates_stay_duplicates(products):
-    """Each in one cluster, of any size, whose centroid is exactly they."""
+    """All copies are in one cluster, of any size, whose centroid is exactly the point."""
     times = np.arange(40) % 7 + 1
     points = np.repeat(POINTS[:40], times, axis=0)[RNG.permutation(times.sum())]
     found = cluster(points, 40, products=products)
@@ -81,7 +81,7 @@ def test_more_clusters_than_unlike_points_are_none_of_them_empty(c, products):
 
 
 def test_an_empty_cluster_takes_the_farthest_point():
-    """Two seeds are the same point: the second has nobody."""
+    """Two seeds are the same point: the cluster of the second is empty."""
     points = np.array([[0.0], [0.0], [1.0], [9.0]], np.float32)
     found = cluster(points, 2, seeds=np.array([0, 1]), tolerance=0.0)
     assert found.labels[3] != found.labels[0] and sorted(found.sizes) == [1, 3]
@@ -140,7 +140,7 @@ def test_no_copy_is_drawn_while_another_point_is_left(seed):
 
 
 def test_points_far_from_the_origin():
-    """Clusters of points that share a large part: it goes before anything is squared in float32."""
+    """Clusters of points with a large common part, which is subtracted before float32 squares."""
     far = POINTS.astype(np.float64) + 1e4
     found = cluster(far, 60, seed=2)
     np.testing.assert_array_equal(found.labels, cluster(POINTS, 60, seed=2).labels)
@@ -151,7 +151,7 @@ def test_points_far_from_the_origin():
 
 @pytest.mark.slow
 def test_faster_than_scikit_learn(capsys):
-    """At the size of a RoBERTa layer, float32, all cores for both, compiled before."""
+    """At the size of a RoBERTa layer, in float32, both with all cores, without compilation."""
     points = RNG.normal(size=(3072, 1537)) * RNG.gamma(2, 1, size=(3072, 1))
     points = points.astype(np.float32)
 

@@ -112,7 +112,7 @@ def test_choice_equals_the_oracle(name, reverse):
 
 
 def incoming_scores(name: str, gate: np.ndarray, up: np.ndarray) -> list[float]:
-    """OptiPFair's three rules, column by column; what is lowest goes."""
+    """OptiPFair's three rules, column by column; the lowest scores are removed."""
     values = []
     for g, u in zip(gate.T.astype(np.float64), up.T.astype(np.float64), strict=True):
         if name == "maw":
@@ -207,7 +207,7 @@ def test_a_global_budget_never_empties_a_layer():
     removed = select_global(scores, count=9)
     assert [len(removed[i]) for i in range(3)] == [3, 3, 3]
     assert removed[1].tolist() == [1, 2, 3]
-    # Dead rows score -inf under reverse: the one that stays is not to be confused with them.
+    # Rows of zeros score -inf under reverse: the kept row must not be confused with them.
     dead = {0: np.array([-np.inf, 5.0]), 1: np.array([-np.inf, -np.inf, 1.0])}
     removed = select_global(dead, count=3)
     assert {layer: found.tolist() for layer, found in removed.items()} == {0: [1], 1: [0, 2]}

@@ -1,4 +1,4 @@
-"""Criteria that look at activations, and neurons that are spared."""
+"""Criteria that use activations, and protected neurons."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def removed(params, seen, criterion, ratio=0.25, **more):
 
 
 def test_scores_of_activations(params, seen):
-    """Lowest goes; OptiPFair's from its formula."""
+    """The lowest scores are removed; OptiPFair's scores equal its formula."""
     by = {name: removed(params, seen, name) for name in ("bos", "mean_state", "optipfair")}
     for layer, tree in enumerate(unstack(params)["layers"]):
         kernels = [tree["ffn"][name]["kernel"].astype(float) for name in ("gate", "up")]
@@ -84,7 +84,7 @@ def test_who_is_spared_goes_last(params, seen, protect, budget):
         gone = removed(params, seen, "random", ratio=0.5, **more)
         assert all(not spared(layer) & set(own.tolist()) for layer, own in gone.items())
         assert sum(map(len, gone.values())) == 4 * WIDTH // 2
-        # Where the others do not suffice they go as well.
+        # If there are too few others, protected neurons are removed, too.
         most = removed(params, seen, "random", ratio=0.9, **more)
         assert sum(map(len, most.values())) == (84 if budget == "layer" else 86)
     plain = removed(params, seen, "random", ratio=0.5)
@@ -93,7 +93,7 @@ def test_who_is_spared_goes_last(params, seen, protect, budget):
 
 @pytest.mark.parametrize("lose", ["bos:3", "massive:2", "entropy:0.1", "random:3", "random:0.1"])
 def test_who_is_lost_goes_in_the_place_of_the_last(params, seen, lose):
-    """The count stays; those lost go, and of the others the criterion's first."""
+    """The count stays; `lose` neurons are removed first, then those of the criterion."""
     plain = removed(params, seen, "entropy")
     kind, _, size = lose.partition(":")
     draws = [removed(params, seen, "entropy", lose=lose, seed=seed) for seed in (0, 0, 1)]
@@ -164,7 +164,7 @@ def test_massive_neurons_of_layers_that_are_left_out(params, seen, setting):
 
 
 def test_a_criterion_of_ones_own_is_given_activations(params, monkeypatch):
-    """One of two arguments works as before."""
+    """A criterion with two arguments works as before."""
     monkeypatch.setitem(CRITERIA, "quiet", lambda ffn, rng, activations=None: -activations["mean"])
     monkeypatch.setitem(CRITERIA, "short", lambda ffn, rng: -np.abs(ffn["down"]["kernel"]).sum(1))
     ON_TEXT.append("quiet")

@@ -28,7 +28,7 @@ def layer_of(rng, m: int, n: int, *, plain=False, bias=False, draw=None, dtype=n
 
 
 def vectors_of(ffn: dict) -> np.ndarray:
-    """Incoming vectors, straight from the definition."""
+    """Incoming vectors, from the definition."""
     rows = []
     for name in ("gate", "up"):
         if name in ffn:
@@ -86,7 +86,7 @@ def test_ties_duplicates_and_zero_rows(plain):
 
 
 def test_near_duplicates_are_told_apart_exactly():
-    """Clusters closer together than the product of matrices can tell in float32."""
+    """Clusters that are closer than a float32 matrix product can distinguish."""
     rng = np.random.default_rng(2)
     centres = rng.normal(size=(3, 20))
     points = centres[rng.integers(0, 3, 70)] + 1e-6 * rng.normal(size=(70, 20))
@@ -143,7 +143,7 @@ def test_the_saliency_uses_weights_as_the_forward_pass_does():
 
 @pytest.mark.parametrize("power", [-500, -60, 60, 400])
 def test_scale_does_not_matter(power):
-    """Squares of such weights vanish or overflow."""
+    """Squares of such weights underflow or overflow."""
     ffn = layer_of(np.random.default_rng(4), 30, 5)
     tiny = {k: {"kernel": np.ldexp(v["kernel"], power)} for k, v in ffn.items()}
     assert found(tiny, 20) == found(ffn, 20)
@@ -173,7 +173,7 @@ def test_many_duplicates_cost_no_distances(monkeypatch):
     ffn["down"]["kernel"][100:250] = 0
     monkeypatch.setattr(similarity, "Neighbours", None)
     steps = found(ffn, 199)
-    # Those that do nothing first; of the other equal ones the lowest stays.
+    # Neurons without effect come first; of other equal ones the lowest index stays.
     assert sorted(j for _, j in steps) == [*range(100, 250), *range(251, 300)]
     monkeypatch.undo()
     assert found(ffn, 199) == steps
@@ -201,7 +201,7 @@ def test_something_stays(count):
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.0, 0.5], ids=["equal lengths", "hubs"])
 def test_a_layer_of_gemma2_2b_takes_a_few_passes_over_its_pairs(spread):
-    """9,216 neurons with incoming vectors of 4,608; a whole matrix a step would take 2,304."""
+    """9,216 neurons with incoming vectors of 4,608; a matrix per step would take 2,304 passes."""
     rng, m, d = np.random.default_rng(0), 9216, 2304
     gate, up = 0.02 * rng.standard_normal((2, d, m), dtype=np.float32)
     lengths = np.exp(spread * rng.standard_normal(m, dtype=np.float32))

@@ -44,7 +44,7 @@ def gated(draw, rank=RANK):
 
 
 def test_a_score_is_a_mask_and_its_gradient_the_masks():
-    """d loss / d score = d loss / d (K mask) * K, wherever it does not lead out of [0, 1]."""
+    """d loss / d score = d loss / d (K mask) * K, except where it would leave [0, 1]."""
     rng = np.random.default_rng(1)
     x, g, kernel = rng.normal(size=(5, IN)), rng.normal(size=(5, OUT)), rng.normal(size=(IN, OUT))
     score = rng.uniform(-0.3, 1.3, (IN, OUT))
@@ -83,7 +83,7 @@ def test_gated_factors_are_their_formula():
 
 
 def test_draws_follow_their_law():
-    """New ones each step and kernel; a gate is open, and wide open, as often as in closed form."""
+    """New draws per step and kernel; gates are open, and fully open, as often as in the formula."""
     alpha = np.repeat(np.float32([[-3], [-1], [0], [2]]), 20_000, 1)
     leaves = {gates.LOG_ALPHA: alpha, gates.DRAW: np.zeros_like(alpha)}
     tree = {"stack": {"ffn": {"up": leaves, "down": leaves}}}
@@ -114,7 +114,7 @@ def test_a_kernel_draws_by_the_key_and_its_path_alone(name, leaf):
 
 
 def test_the_losses_are_their_formulas():
-    """Over kernels of unlike sizes; the multipliers' gradient is the reversed one."""
+    """Over kernels of different sizes; the multipliers' gradient is reversed."""
     model, _ = SURGERIES["gates"](model_of(), {"targets": "ffn/|attention/k"})
     pair = jnp.float32([0.7, -0.2])
     params = jax.tree.map_with_path(
@@ -165,7 +165,7 @@ def test_open_gates_are_the_kernel_of_that_rank():
 
 
 def test_masks_of_scores_nest_and_keep_the_highest():
-    """Masks of all kernels together; round by round the lowest of the active scores go."""
+    """Masks over all kernels together; each round removes the lowest active scores."""
     scored, _ = SURGERIES["scores"](model_of(), {"targets": "ffn/"})
     before, out = scored, None
     for ratio, last in ((0.25, False), (0.5, False), (0.75, True)):
@@ -230,7 +230,7 @@ def same_when_folded(model, path):
 
 
 def test_gates_close_to_their_target(tmp_path):
-    """The multipliers rise while too much is kept, all pairs alike; then the share stays there."""
+    """The multipliers rise while too much is kept, for all pairs; then the share is stable."""
     changes = {"train_only": (r"/gates_(log_alpha|multipliers)$",), "eval__every": 500}
     rates = ((r"multipliers$", 4.0),)
     model, run = trained(tmp_path, "gates,size", steps=500, rates=rates, **changes)

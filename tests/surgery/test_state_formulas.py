@@ -1,4 +1,4 @@
-"""The formulas of compensation by states, on drawn ones."""
+"""The formulas of compensation by states, on random states."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def moments_of(g, r, first=0.0, rows=1):
 
 
 def ridge_by_rows(h, kept, gone, ridge, least=0.0):
-    """C of the formula, from the states themselves; no unit is less than `least`."""
+    """C of the formula, directly from the states; no unit is less than `least`."""
     units = np.maximum(np.sqrt((h[:, kept] ** 2).mean(0)), least)
     z = h[:, kept] / units
     system = z.T @ z / len(h) + ridge * np.eye(len(kept))
@@ -42,7 +42,7 @@ def test_state_ridge_is_its_formula():
     wanted, plain = ((h[:, gone] @ w[gone] - h[:, kept] @ x @ w[gone]) for x in (c, 0 * c))
     residual = np.linalg.norm(wanted) / np.linalg.norm(plain)
     assert report["residual"] == pytest.approx(residual, rel=1e-6) and residual < 0.5
-    # lambda is the best on what was held out, of those tried.
+    # lambda is the best one on held-out rows.
     fitted = h[: len(h) - len(held)]
     errors = {}
     for ridge in states.LAMBDAS:
@@ -95,9 +95,9 @@ def test_gram_is_its_formula():
 
 
 def test_a_removed_copy_costs_nothing():
-    """Twins whose outgoing weights differ: the one that stays takes over, with a small lambda."""
+    """Equal neurons with other outgoing weights: the kept one replaces the other, small lambda."""
     rng = np.random.default_rng(0)
     g, w = rng.normal(size=(400, 12)), rng.normal(size=(12, 5))
-    moments = moments_of(g, g @ w)  # the twins that go have these states too
+    moments = moments_of(g, g @ w)  # the removed twins have these states, too
     plain = moments.error(np.zeros_like(w))
     assert moments.error(states.explained(moments, 1e-9)) <= 1e-5 * plain

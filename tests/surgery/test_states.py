@@ -54,7 +54,7 @@ def down_of(params, layer):
 
 
 def test_sums_are_of_real_tokens_alone():
-    """Rows of many lengths, padded: neither padding nor the first token counts."""
+    """Padded rows of many lengths: neither padding nor the first token is counted."""
     params, rows = random_params(LLAMA), rows_of(LLAMA)
     seen = seen_states(LLAMA, params, rows)
     for layer in range(2):
@@ -128,7 +128,7 @@ def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential, monke
 
 
 def test_masks_and_factors_count():
-    """The same as in the weights from the start; the factor stays apart, the mask does not."""
+    """Equal to weights that include them; the factor stays separate, the mask does not."""
     model, rng, rows = model_of(), np.random.default_rng(0), rows_of(LLAMA, 16)
     tree = unstack(jax.tree.map(np.asarray, model.params))
     for layer in tree["layers"]:
@@ -160,7 +160,7 @@ def test_a_layer_that_stays_is_left_alone():
 
 @pytest.mark.parametrize("method", ["merged", "fusion", "sketch"])
 def test_clusters_can_be_compensated_too(method):
-    """P stays apart; the blocks' outputs on the calibration text come nearer."""
+    """P stays separate; the blocks' outputs on the calibration text come closer."""
     model = model_of()
     asked = {"method": method, "ratio": 0.5, "seed": 1}
     plain, _ = SURGERIES["fuse"](model, asked)
@@ -199,8 +199,8 @@ def test_own_text_begins_with_bos_and_has_as_many_tokens_as_asked(monkeypatch):
 
 
 def test_own_text_is_what_the_model_finds_likely():
-    """Its mean surprise is the entropy of the model's predictions; another model's text surprises
-    it more."""
+    """Its mean NLL is the entropy of the model's predictions; another model's text has a higher
+    NLL."""
 
     def sharp(seed):
         params = jax.tree.map(np.array, random_params(LLAMA, seed=seed))

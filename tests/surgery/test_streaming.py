@@ -1,4 +1,4 @@
-"""From checkpoint to checkpoint: the bytes of the model in memory, in little memory, or nothing."""
+"""Streaming surgery writes the same bytes as in memory, with little memory, or nothing."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.surgery.streaming import compress_directory
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-# What transformers writes and we copy.
+# Files that transformers writes and we copy.
 NOT_OURS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -53,7 +53,7 @@ def assert_same(streamed, in_memory, but=NOT_OURS):
 
 
 def both(tmp_path, source, **changes) -> tuple[dict, dict]:
-    """Results of scripts/compress.py in memory and streaming; what they wrote is the same."""
+    """Results of scripts/compress.py in memory and streaming; checks that the files are equal."""
     results = []
     for name, streaming in (("memory", False), ("stream", True)):
         config = config_of("prune", model=str(source), streaming=streaming, **changes)
@@ -160,7 +160,7 @@ def test_what_others_left_out_or_added(tmp_path, model):
 
 
 def test_the_model_is_never_in_memory(tmp_path):
-    """20 MB of embeddings, 8 of layers: a layer and a few pieces are held."""
+    """Of 20 MB of embeddings and 8 MB of layers, only a layer and a few pieces are in memory."""
     config = dataclasses.replace(
         LLAMA, vocab_size=40_000, d_model=128, head_dim=32, layers=(LayerConfig(512),) * 10
     )
@@ -263,7 +263,7 @@ def test_killed_half_way_and_again(tmp_path, model):
     config = config_of("prune", model=str(model))
     compress.run(config, tmp_path / "memory")
     assert_same(workdir / "model", tmp_path / "memory/model")
-    # A model that was there stays whole until the next one is.
+    # An existing model stays complete until the next one is complete.
     before = contents(workdir / "model")
     killed(*flags)
     assert contents(workdir / "model") == before

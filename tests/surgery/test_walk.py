@@ -1,4 +1,4 @@
-"""Feed-forward blocks found and put back, one a layer or one an expert; surgeries by name."""
+"""Feed-forward blocks are found and written back, per layer or per expert; named surgeries."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def with_experts(layer: int = 1, experts: int = 3) -> dict:
 
 
 def sparse(config: ModelConfig = LLAMA, layer: int = 1, experts: int = 3) -> ModelConfig:
-    """The config with that many experts in one layer."""
+    """The config with this number of experts in one layer."""
     layers = list(config.layers)
     layers[layer] = dataclasses.replace(layers[layer], experts=experts)
     return dataclasses.replace(config, layers=tuple(layers))
@@ -85,7 +85,7 @@ def test_the_blocks_of_experts():
 
 
 def test_a_removal_works_expert_by_expert():
-    """Each expert loses its own neurons, as many: as if it were a layer's only block."""
+    """Each expert loses the same number of neurons, as if it were a layer's only block."""
     tree = with_experts()
     config, smaller, removed, _ = reduce_model(sparse(), tree, RemovalPlan("magnitude", count=5))
     assert config.ffn_widths == (19,) * 4 and removed[1].shape == (3, 5)
@@ -99,7 +99,7 @@ def test_a_removal_works_expert_by_expert():
             np.testing.assert_array_equal(leaf, flatten(smaller["layers"][1]["ffn"])[path][expert])
 
 
-# Those that its defaults would not try; a surgery that is not here is tried with them.
+# Settings other than the defaults; surgeries that are not listed are tested with defaults.
 SETTINGS = {
     "lora": {"rank": 2, "alpha": 2.0, "targets": "attention/"},
     "dora": {"rank": 2, "alpha": 2.0, "targets": "ffn/"},
@@ -116,7 +116,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SURGERIES)
 def test_a_surgery_changes_nothing_it_is_given(name, tmp_path, monkeypatch):
-    """It returns another model that runs, and says so on shapes alone where it is abstract."""
+    """It returns a new model that runs; an abstract surgery also works on shapes only."""
     model = load_model(save_tiny(tmp_path / "model", WIDE if name == "nf4" else LLAMA))
     monkeypatch.chdir(tmp_path)
     whole = unstack(random_params(LLAMA))

@@ -1,4 +1,4 @@
-"""As kill_toy.py, a tiny Llama on eight fake devices: `kill_mesh.py <workdir> <steps> <d,f,t>`."""
+"""kill_toy.py for a tiny Llama on eight fake devices: `kill_mesh.py <workdir> <steps> <d,f,t>`."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from tiny_models import batch_of
 from ffn_heterogeneity.train.loop import LoopConfig, Program, TrainLoop
 
 ROWS, ACCUMULATION = 16, 2
-# A fifth of what three steps are compared at: over 120 steps a rate of 0.05 amplifies the meshes'
-# different rounding to 1.07e-5 of the gradient's norm (seen at step 50), and a lost step is no less
-# plain at this one.
+# 1/5 of the rate for three steps: over 120 steps a rate of 0.05 amplifies the meshes'
+# different rounding to 1.07e-5 of the gradient's norm (seen at step 50), and a lost step is as
+# visible at this rate.
 RATE = 0.01
 
 
 class Batches:
-    """Endless batches by position."""
+    """Endless batches, determined by position."""
 
     position = 0
 
@@ -46,7 +46,7 @@ def main(workdir: Path, steps: int, sizes: tuple[int, ...]) -> None:
     config = models()["llama"]
     state, step, _, placed = build(config, sizes, accumulation=ACCUMULATION)
     print("ready", flush=True)
-    if not sys.stdin.readline():  # nobody is there any more
+    if not sys.stdin.readline():  # no reader is left
         return
     rates = {"learning_rate": RATE, "alpha": float(HYPER["alpha"])}
     program = Program(step, lambda step: rates, shardings=placed)

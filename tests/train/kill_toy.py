@@ -40,7 +40,7 @@ def main(workdir: Path, steps: int) -> None:
     logging.set_verbosity(logging.WARNING)
     compiled(TERMS, 2)
     print("ready", flush=True)
-    if not sys.stdin.readline():  # nobody is there any more
+    if not sys.stdin.readline():  # no reader is left
         return
     loop = make_loop(workdir, steps=steps, eval_every=3, checkpoint_every=2, hyper=hyper)
     result = loop.run()

@@ -1,4 +1,4 @@
-"""Processes at work in a directory, to be killed: the toy run, and the commands themselves."""
+"""Processes that work in a directory and are killed: the toy run, and real commands."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).with_name("kill_toy.py")
 
 
 def born(command, cache, **more):
-    """The process; what one life compiles the next ones read: the time goes into saving."""
+    """Starts the process with a shared compilation cache, so that most time is spent in saves."""
     own = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
     own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **more}
@@ -24,7 +24,7 @@ def born(command, cache, **more):
 
 
 class Life:
-    """One process of the run; it has imported everything when it is born, and waits for `go`."""
+    """One process of the run; it imports everything at its start, and waits for `go`."""
 
     def __init__(self, workdir, steps, cache, mesh=None):
         self.workdir = workdir
@@ -54,7 +54,7 @@ class Life:
             time.sleep(0.0003)
 
     def wait_for_saves(self, number):
-        # A save begins with orbax's temporary directory and ends without it: two changes.
+        # A save creates orbax's temporary directory and renames it: two changes.
         self.wait_for(2 * number - 1, lambda: bool(half_saved(self.workdir)))
 
     def wait_for_rows(self, number):
@@ -80,7 +80,7 @@ def rows(workdir):
 
 
 class Launch(Life):
-    """The command itself, from the start of its interpreter on."""
+    """A real command, from the start of its interpreter."""
 
     def __init__(self, workdir, flags, cache, script="train"):
         self.workdir = workdir
@@ -95,11 +95,11 @@ class Launch(Life):
             seen.update(half_written(self.workdir))
             return len(seen)
 
-        begun()  # what an earlier life left
+        begun()  # files of an earlier process
         self.wait_for(number, begun)
 
     def wait_for_export(self, number):
-        """The moment at which it has written so much; from len(WRITTEN) on, has moved the model."""
+        """Waits until part `number` of the export exists; from len(WRITTEN), until the rename."""
         before, model = set(half_exported(self.workdir)), self.workdir / "model"
         former = model.stat().st_ino if model.exists() else 0
 
@@ -112,7 +112,7 @@ class Launch(Life):
         self.wait_for(1, reached)
 
 
-# What an export writes, one after the other.
+# Files of an export, in their order.
 WRITTEN = ("", "model.safetensors", "structure", "structure/model.safetensors", "config.json")
 WRITTEN += ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
@@ -122,9 +122,9 @@ def half_exported(workdir):
 
 
 def half_written(workdir, since=0.0):
-    """Paths under temporary names at any depth, changed from a time on."""
+    """Paths with temporary names at any depth that changed after a time."""
     names = re.compile(r"\.partial|checkpoint-tmp")
-    with contextlib.suppress(FileNotFoundError):  # a directory that has just been moved
+    with contextlib.suppress(FileNotFoundError):  # a directory that was just renamed
         found = [path for path in workdir.rglob("*") if names.search(path.name)]
         return [path for path in found if path.stat().st_mtime >= since]
     return []

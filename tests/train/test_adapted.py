@@ -42,7 +42,7 @@ def config_for(model, text, argument="text", **changes):
 
 
 def moved(before, after) -> set[str]:
-    """Unstacked paths of the leaves that are not the same, bit for bit."""
+    """Unstacked paths of the leaves that differ in any bit."""
     before, after = (flatten(unstack(one.params)) for one in (before, after))
     return {
         p for p, leaf in after.items() if p not in before or leaf.tobytes() != before[p].tobytes()
@@ -51,7 +51,7 @@ def moved(before, after) -> set[str]:
 
 @pytest.fixture(scope="module")
 def lora_run(files, tmp_path_factory):
-    """A run that trains LoRA's factors alone: (its directory, its results)."""
+    """A run that trains only LoRA's factors: (its directory, its results)."""
     run = tmp_path_factory.mktemp("lora") / "run"
     saves = {"checkpoint__every": 1, "checkpoint__keep": 10}
     config = config_for(*files, argument="text,lora", lora__rank=3, **saves)
@@ -59,7 +59,7 @@ def lora_run(files, tmp_path_factory):
 
 
 def test_lora_alone_moves(files, lora_run):
-    """And the base stays, bit for bit; saves hold it once."""
+    """The base stays equal bit for bit, and checkpoints store it once."""
     run, results = lora_run
     before, after = load_model(files[0]), load_model(run / "model")
     names = {path.split("/")[-1] for path in moved(before, after)}
@@ -82,7 +82,7 @@ SLOW_SCOPES = [pytest.param(x, marks=pytest.mark.slow) for x in ("layer", "other
 
 @pytest.mark.parametrize("scope", ["massive", *SLOW_SCOPES])
 def test_dora_trains_past_massive_weights(files, lora_run, tmp_path, scope):
-    """What is dropped comes back: the base is the same bit for bit, and MacDrop is not saved."""
+    """Dropped weights come back: the base is equal bit for bit, and MacDrop is not saved."""
     own = {"macdrop__k": 2, "macdrop__scope": scope, "dora__rank": 3, "dora__dropout": 0.1}
     config = config_for(*files, argument="text,dora,macdrop", **own)
     results = training.run(config, tmp_path / "run")
@@ -96,13 +96,13 @@ def test_dora_trains_past_massive_weights(files, lora_run, tmp_path, scope):
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     drawn = [row["train/macdrop"] for row in map(json.loads, lines) if "train/macdrop" in row]
     np.testing.assert_allclose(drawn, [0.6, 0.4, 0.2, 0.0], atol=1e-6)  # 0.8 (1 - t / 4)
-    # Evaluation knows nothing of it: before the first step it is the model as it came.
+    # Evaluation ignores MacDrop: before the first step it is that of the given model.
     first = [one["first"]["validation/nll"] for one in (results, lora_run[1])]
     assert first[0] == pytest.approx(first[1], rel=1e-6)
 
 
 def test_a_kept_adapter_goes_on_training(files, tmp_path):
-    """LoRA as a directory keeps it is found before the weights are read, and trains alone."""
+    """LoRA in a saved directory is found before the weights are read, and only it trains."""
     model = load_model(files[0])
     start, _ = insert_lora(model, LORA, key=jax.random.key(1))
     fh.save_model(start, tmp_path / "kept", structure="keep")
@@ -120,7 +120,7 @@ def test_a_kept_adapter_goes_on_training(files, tmp_path):
 
 
 def test_a_layer_is_frozen_by_name(files, tmp_path):
-    """Of four alike that share their leaves; the others move, and its moments stay 0."""
+    """One of four stacked layers is frozen: the others change, and its moments stay 0."""
     config = config_for(*files, freeze=(r"^layers/2/",), optimizer__weight_decay=0.1, steps=5)
     results = training.run(config, tmp_path / "run")
     before, after = load_model(files[0]), load_model(tmp_path / "run/model")
@@ -133,7 +133,7 @@ def test_a_layer_is_frozen_by_name(files, tmp_path):
 
 
 def test_rates_by_name():
-    """Of leaves and of single layers; SGD, so that a step is the rate times the gradient."""
+    """Rates of leaves and of single layers, with SGD: a step is the rate times the gradient."""
     params = random_params(LLAMA)
     mask = dict.fromkeys(flatten(params), True)
     rates = ((r"^layers/1/ffn/down/", 10.0), (r"^embed/", 0.0))
@@ -171,8 +171,8 @@ def test_all_dropped_is_the_zeroing_attack():
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_macdrop_copies_no_stacked_weight(drops):
-    """The layer that drops is stored apart; the compiled step makes no second array of the others'
-    FFN kernels, which without MacDrop it does not either."""
+    """The layer with MacDrop is stored separately; the compiled step copies none of the others'
+    FFN kernels, as without MacDrop."""
     config = dataclasses.replace(LLAMA, layers=LLAMA.layers[:1] * 7)
     model = insert_lora(Model(config, random_params(config), None, ""), LORA)[0]
     if drops:
@@ -200,7 +200,7 @@ def stepper(params, terms, patterns=(), config=LLAMA, donate=False, **given):
 
 
 def same_after_a_step(config, params, directory, patterns=()):
-    """The tree, and the one read from the directory, after one step: bit for bit."""
+    """Checks that one step of the tree and of the tree read from the directory are equal."""
     batch = jax.tree.map(lambda x: x[None], batch_of(258))
     hyper = {"learning_rate": jnp.float32(1e-2)}
     ends = []
@@ -222,14 +222,14 @@ def test_a_kept_model_trains_as_if_never_saved(tmp_path):
 
 @pytest.mark.slow
 def test_smollm2_kept(smollm2_gguf, torch, tmp_path):
-    """One step as if never saved; torch reads the folded function; folding changes nothing."""
+    """One step as without saving; torch reads the folded weights; folding changes nothing."""
     import transformers
 
     config, params = (model := load_model(smollm2_gguf)).config, model.params
     params = structured(config, params)
     for path, leaf in (leaves := flatten(params)).items():
         if path.endswith("lora_b"):
-            leaves[path] = 0.05 * leaf  # of the size that a training gives it
+            leaves[path] = 0.05 * leaf  # of the size after training
     params = unflatten(leaves)
     save_pretrained(config, params, tmp_path / "kept", structure="keep")
     save_pretrained(config, params, tmp_path / "folded")
@@ -259,7 +259,7 @@ def test_smollm2_kept(smollm2_gguf, torch, tmp_path):
 
 
 def test_stages_hand_the_structure_on(files, tmp_path):
-    """P stays apart through a removal and a training: folded, a stage would train another model."""
+    """P stays separate in removal and training; if folded, a stage would train another model."""
     model = load_model(files[0])
     params, options = structured(LLAMA, model.params), {"tokenizer": model.tokenizer}
     save_pretrained(LLAMA, params, tmp_path / "kept", structure="keep", **options)
@@ -294,7 +294,7 @@ def test_insertion_changes_no_function_and_runs_on_shapes():
     shapes = jax.eval_shape(with_lora, params)
     assert jax.tree.map(lambda x: x.shape, adapted) == jax.tree.map(lambda x: x.shape, shapes)
     for path, leaf in flatten(adapted).items():
-        if path.endswith("lora_a"):  # uniform up to 1 / sqrt(inputs)
+        if path.endswith("lora_a"):  # uniform, at most 1 / sqrt(inputs)
             assert 0.8 < np.abs(leaf).max() * leaf.shape[-2] ** 0.5 <= 1, path
     refused("has lora_a already", with_lora, adapted)
     refused("found in no kernel", insert_lora, _model(params), LORA | {"targets": "mlp"})
@@ -313,7 +313,7 @@ def test_merged_is_unmerged():
 
 
 def test_nucl_reaches_lora_through_the_effective_kernel():
-    """Gradients by A and B against central differences, float64."""
+    """Gradients with respect to A and B against central differences, in float64."""
     with jax.enable_x64(True):
         params = structured(LLAMA, random_params(LLAMA))
         flat = flatten(jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params))

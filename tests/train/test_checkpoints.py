@@ -71,16 +71,16 @@ def test_the_best_is_told_by_the_checkpoints_themselves(tmp_path):
     checkpoints = filled(tmp_path, [1, 2, 3], best=(2,), keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]  # and no other file
     assert checkpoints.best_step == Checkpoints(tmp_path).best_step == 2
-    checkpoints.save(3, make_state(3), {}, best=True)  # found out after it was saved
+    checkpoints.save(3, make_state(3), {}, best=True)  # known after it was saved
     assert checkpoints.best_step == 3
-    # A process that dies here evaluates 3 again: the record inside it is the one of its time.
+    # A process that dies here evaluates 3 again: the stored record is older.
     assert Checkpoints(tmp_path).best_step == 2
     checkpoints.save(4, make_state(4), {})
     assert checkpoints.steps() == [3, 4] and Checkpoints(tmp_path).best_step == 3
 
 
 def test_the_best_of_every_kept_checkpoint_is_kept(tmp_path):
-    """The latest may turn out damaged: the one before it must find its best then."""
+    """If the latest is damaged, the one before it must find its best."""
     checkpoints = filled(tmp_path, [1, 2, 3, 4], best=(1, 4))
     assert checkpoints.steps() == [1, 3, 4] and checkpoints.best_step == 4
     for path in sorted((tmp_path / "4").rglob("*"), reverse=True):
@@ -91,7 +91,7 @@ def test_the_best_of_every_kept_checkpoint_is_kept(tmp_path):
 
 
 def test_killed_before_the_seal(tmp_path):
-    """Between orbax's move to the second temporary name and ours to the last one."""
+    """A kill between orbax's rename to the second temporary name and our final rename."""
     left = tmp_path / f"3{atomicity.TMP_DIR_SUFFIX}-sealed"
     left.mkdir()
     (left / "half").write_text("half")
@@ -101,7 +101,7 @@ def test_killed_before_the_seal(tmp_path):
 
 
 def test_killed_between_the_move_and_the_removal(tmp_path, monkeypatch):
-    """The new best is whole before the old one is touched, and says itself that it is the best."""
+    """The new best is complete before the old one changes, and is marked as best itself."""
     checkpoints = filled(tmp_path, [1, 2], best=(1,), keep=1)
 
     class Killed(BaseException):
@@ -189,7 +189,7 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path):
 
 
 def test_a_bucket_is_sealed_before_orbax_marks_it(tmp_path, monkeypatch):
-    """Nothing is moved there; a directory without orbax's mark is one killed while it was saved."""
+    """Buckets have no renames; a directory without orbax's mark is an interrupted save."""
     name, kind = "get_default_temporary_path_class", atomicity.CommitFileTemporaryPath
     monkeypatch.setattr(atomicity_defaults, name, lambda *_, **__: kind)
     checkpoints = filled(tmp_path, best=(2,))
@@ -202,7 +202,7 @@ def test_a_bucket_is_sealed_before_orbax_marks_it(tmp_path, monkeypatch):
     assert Checkpoints(tmp_path).steps() == [2]
 
 
-# Orbax leaves coroutines behind that were never awaited, and says what it dies of on its threads.
+# Orbax leaves coroutines that are not awaited, and reports errors on its threads.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("background", [False, True])
@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_the_old_checkpoints(tmp_path, monkeypatch, size, bac
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
     assert checkpoints.steps() == [1, 2] and checkpoints.best_step == 1
     assert checkpoints.restore(make_state())[1] == {"data": {"p": 2}}
-    checkpoints.save(3, make_state(3), {"data": {"p": 3}}, best=True)  # there is room again
+    checkpoints.save(3, make_state(3), {"data": {"p": 3}}, best=True)  # there is space again
     assert checkpoints.steps() == [3] and checkpoints.best_step == 3
     checkpoints.close()
 

@@ -53,7 +53,7 @@ ROWS = [{"a": "xyz"[i % 3] * i, "b": "text", "label": "pqr"[i % 3]} for i in ran
 
 
 def trained(root: Path, family: str, pooler: bool, pooling: str) -> Path:
-    """The directory of a classifier after two steps of `train` on pairs; `pooler`: of the base."""
+    """The directory of a classifier after two steps of `train` on pairs; `pooler`: the base's."""
     config, tokenizer = base_of(family, pooler)
     save_pretrained(config, random_params(config), root / "base", tokenizer=tokenizer)
     rows = write_rows(root / "rows.jsonl", ROWS)
@@ -65,7 +65,7 @@ def trained(root: Path, family: str, pooler: bool, pooling: str) -> Path:
 
 
 def stepped(root: Path, family: str, pooler: bool, pooling: str) -> Path:
-    """The same after two steps of plain gradient descent, without the trainer: a third of the
+    """The same after two steps of plain gradient descent, without the trainer, in 1/3 of the
     time."""
     config, tokenizer = base_of(family, pooler)
     task = get_task("labels", ("a", "b"), ("p", "q", "r"))

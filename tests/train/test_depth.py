@@ -1,4 +1,4 @@
-"""What grows with the number of layers: the layers' own memory, and nothing of the program.
+"""Only the memory of the layers grows with their number, not the program.
 
 Models of 12, 26 and 46 layers, whole train steps with NLL and NUCL, AdamW, donated; float32.
 
@@ -36,14 +36,14 @@ from ffn_heterogeneity.tree import flatten
 
 DEPTHS = (12, 26, 46)
 B, T, V, D, M, HEADS, KV_HEADS, HEAD = 2, 64, 256, 64, 128, 4, 2, 16
-FAMILIES = ("llama", "gemma2")  # layers all alike, and local and global in turn
+FAMILIES = ("llama", "gemma2")  # equal layers, and alternating local and global layers
 SLOW_REMATS = [pytest.param(x, marks=pytest.mark.slow) for x in ("full", "attention_output")]
 SLOW_GEMMA2 = ["llama", pytest.param("gemma2", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_cached():
-    """JAX decides once in a process whether it uses a cache, unless it is told to decide again."""
+    """Disables the cache; JAX decides this once per process unless it is reset."""
     before = jax.config.jax_enable_compilation_cache
     for wanted in (False, before):
         jax.config.update("jax_enable_compilation_cache", wanted)
@@ -100,11 +100,11 @@ def lower_gradient(family: str, depth: int, remat: str):
 def compiled_steps(family: str) -> tuple[dict[int, float], dict[int, int]]:
     """({depth: CPU seconds of the cheapest of three compilations}, {depth: temporary bytes}).
 
-    CPU seconds of all threads and not time that passes: other programs may keep the cores.
+    CPU seconds of all threads, not elapsed time, because other programs may use the cores.
     """
     seconds: dict[int, float] = {}
     temporary: dict[int, int] = {}
-    # In turns, so that a busy moment of the machine meets every depth alike.
+    # Interleaved, so that load on the machine affects all depths equally.
     for _ in range(3):
         for depth in DEPTHS:
             lowered = lower_step(family, depth)
@@ -117,7 +117,7 @@ def compiled_steps(family: str) -> tuple[dict[int, float], dict[int, int]]:
 
 
 def slopes(temporary: dict[int, int]) -> tuple[float, float]:
-    """Bytes a layer, between the first two depths and between the last two."""
+    """Bytes per layer, between the first two depths and between the last two."""
     first, second = zip(DEPTHS[:-1], DEPTHS[1:], strict=True)
     return tuple((temporary[b] - temporary[a]) / (b - a) for a, b in (first, second))
 
@@ -132,7 +132,7 @@ def saved_activations(family: str, remat: str) -> int:
 
 
 def layer_bytes(family: str, ending: str = "") -> int:
-    """Of one layer's float32 parameters whose path ends so."""
+    """Bytes of one layer's float32 parameters whose path has this end."""
     (depth, *_) = DEPTHS
     leaves = flatten(causal_lm.abstract_params(model_of(family, depth)))
     stacked = [x.size for p, x in leaves.items() if p.startswith("stack/") and p.endswith(ending)]
@@ -145,7 +145,7 @@ def layer_bytes(family: str, ending: str = "") -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("nucl", [False, True])
 def test_the_program_is_as_long_at_any_depth(family, nucl):
-    """One scan over a pattern: only numbers in its shapes tell 12 layers from 46."""
+    """One scan over a pattern: programs of 12 and 46 layers differ only in sizes of shapes."""
     sizes = [len(lower_step(family, depth, nucl=nucl).as_text()) for depth in DEPTHS]
     assert max(sizes) <= 1.02 * min(sizes), sizes
 

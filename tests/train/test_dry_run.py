@@ -1,4 +1,4 @@
-"""A dry run's figures against arithmetic from the paper's shapes and against the compiler."""
+"""A dry run's numbers against arithmetic from the paper's shapes and against the compiler."""
 
 import functools
 import json
@@ -112,7 +112,7 @@ def test_windows_frozen_leaves_and_remat_count():
 
 
 def test_products_are_those_the_compiler_counts():
-    """XLA's own count of an unrolled step, which holds element-wise work too."""
+    """XLA's count for an unrolled step, which includes element-wise work."""
     model = ModelConfig("llama", 2048, 256, 4, 4, 64, (LayerConfig(1024),) * 2, tied=False)
     changes = {"batch_size": 4, "seq_len": 64, "unroll": 0, "remat": "none", "dropout": 0.0}
     config = make_config("x", **changes, **{"losses.nucl.weight": None})
@@ -129,7 +129,7 @@ def test_products_are_those_the_compiler_counts():
 
 
 def test_evaluation_sees_nothing_of_macdrop():
-    """Nor does export: what settles the tree takes its leaves away."""
+    """Nor does export: MacDrop's leaves are removed from the tree before."""
     config = read(config_of("macdrop_sft", "gemma2_2b,lora,macdrop"))
     built = plan(config, partition.make_mesh(devices=jax.devices()[:1]))
     params, hyper = built.state.params, {"macdrop": jnp.float32(0.5)}
@@ -139,7 +139,7 @@ def test_evaluation_sees_nothing_of_macdrop():
 
 def test_a_quantised_base_is_counted_in_weights(tmp_path, capsys):
     """QLoRA with MacDrop: the same parameters and products as LoRA, a quarter of the kernels'
-    bytes, sharded as they are; what only the weights would tell is said."""
+    bytes, with the same sharding; what depends on the weights is reported as unknown."""
     found = {}
     for names in ("lora", "nf4,lora,macdrop"):
         config = config_of("macdrop_sft", f"gemma2_2b,{names}")
@@ -153,7 +153,7 @@ def test_a_quantised_base_is_counted_in_weights(tmp_path, capsys):
     held = [one["bytes_per_device"]["frozen parameters"] for one in found.values()]
     into, out_of = 26 * (2 * 2304 * 9216 + 2304 * 4096), 26 * (2304 * 9216 + 2304 * 2048)
     kernels = into + out_of
-    # Half a byte of code a weight, sharded as bf16's two are; scales lie where outputs do.
+    # 1/2 byte of code per weight, sharded as bf16's 2 bytes; scales are sharded as outputs.
     codes, scales = kernels / 2 / 8, into / 64 + out_of / 64 / 8 + 4 * kernels / 64 / 256
     assert held[0] - held[1] == pytest.approx(kernels * 2 / 8 - codes - scales, rel=1e-4)
 

@@ -1,4 +1,4 @@
-"""Early refusals: a run that would trip later does so before its model is fetched or read."""
+"""Early errors: a run that would fail later stops before its model is downloaded or read."""
 
 import sys
 import types
@@ -9,7 +9,7 @@ from tiny_models import config_of
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.launch import experiment
 
-NOWHERE = "nobody/nothing"  # a model whose fetching would be another error
+NOWHERE = "nobody/nothing"  # a model whose download would give another error
 
 
 def refused(tmp_path, config, error=ValueError):

@@ -44,7 +44,7 @@ def total_of(config) -> int:
     [("170m", 134.1, 109.5), ("134m", 134.1, 109.5), ("1b", 928, 862), ("3_4b", 3590, 3500)],
 )
 def test_the_papers_sizes(size, untied, tied):
-    """Millions of parameters; the paper's own names are none of the two counts."""
+    """Millions of parameters; the sizes in the paper's names are neither of the two counts."""
     for value, millions in ((False, untied), (True, tied)):
         config = config_of("jreg_pretrain", size, shape__tied=value)
         total = total_of(config) / 1e6
@@ -80,7 +80,7 @@ def test_baseline_and_jreg_from_text(files, tmp_path):
             assert row["validation/jreg/zeta_L-1"] == pytest.approx(100 * sum(rises), abs=1e-4)
             after = row["validation/jreg_after_norm/psi"]
             assert after[:-1] == psi[:-1] and after[-1] != psi[-1], "both readings of the norm"
-        # A weight of 0 is a baseline whose jumps are seen, in training as well.
+        # A weight of 0 is a baseline that reports jumps, in training as well.
         trained = [row for row in rows if "train/loss" in row]
         assert len(trained) == 6
         assert all(row["train/losses.jreg.weight"] == weight for row in trained)

@@ -1,4 +1,4 @@
-"""Frozen leaves cost nothing but themselves: no gradient, no optimiser state, no wider copy kept.
+"""Frozen leaves only cost their own memory: no gradient, optimiser state or float32 copy.
 
 A tied embedding [V, D] is frozen, and all else but ffn/down. Both of its uses, looking tokens up
 and making logits, would give it a gradient as soon as one is taken.
@@ -86,13 +86,13 @@ def new_bytes(*args) -> int:
     ],
 )
 def test_nothing_as_large_as_a_frozen_gradient_is_allocated(args):
-    """Neither it, nor its sum over micro-batches, nor an update, nor the leaf in float32."""
+    """No gradient, no sum over micro-batches, no update, no copy of the leaf in float32."""
     assert new_bytes(*args) < GRADIENT / 2, GRADIENT
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_frozen_leaf_is_used_as_it_is_stored(accumulation):
-    """The program that the compiler is given has no [V, D] but bfloat16 ones."""
+    """The program given to the compiler has [V, D] only in bfloat16."""
     text = lowered("adamw", ONLY_DOWN, accumulation).as_text()
     assert f"tensor<{V}x{D}xbf16>" in text and f"tensor<{V}x{D}xf32>" not in text
 
@@ -104,7 +104,7 @@ def test_the_same_measures_see_the_gradient_of_a_leaf_that_trains():
 
 
 def test_arguments_shrink_by_what_is_not_kept():
-    """AdamW: 12 bytes a parameter that trains (itself and two moments), 2 one that does not."""
+    """AdamW: 12 bytes per trained parameter (with two moments), 2 per frozen parameter."""
     _, mask = params_of(jnp.bfloat16, ONLY_DOWN)
     sizes = {path: leaf.size for path, leaf in flatten(causal_lm.abstract_params(CONFIG)).items()}
     frozen = sum(size for path, size in sizes.items() if not mask[path])

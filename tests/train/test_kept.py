@@ -1,4 +1,4 @@
-"""What a full disk or a lost mount costs a run: nothing; and memory that cannot hold it."""
+"""A full disk or a lost mount costs a run nothing; and runs that do not fit in memory."""
 
 import errno
 import json
@@ -61,7 +61,7 @@ def full(*_, **__):
 
 
 def broken(trouble, workdir, patch):
-    """Has the disk fail in the way that `trouble` says; what to do when it is well again."""
+    """Makes the disk fail in the way of `trouble`; returns a function that repairs it."""
     if trouble == "export":
         patch.setattr(training, "save_pretrained", full)
     elif trouble == "results":
@@ -83,7 +83,7 @@ def broken(trouble, workdir, patch):
                     inner(self, step, row)
             if step == 5 and workdir.exists():
                 workdir.rename(workdir.with_name("away"))
-                (workdir / "checkpoints").mkdir(parents=True)  # what lay under the mount
+                (workdir / "checkpoints").mkdir(parents=True)  # the files under the mount
             inner(self, step, row)
 
         patch.setattr(MetricsWriter, "write", write)
@@ -121,7 +121,7 @@ def test_the_last_line_goes_on(flags, whole, tmp_path, trouble):
 
 @pytest.mark.slow
 def test_five_thousand_steps_through_every_trouble(tmp_path):
-    """A closed terminal, a disk that is full twice, a mount that is lost: as if nothing was."""
+    """A closed terminal, a disk that is full twice, a lost mount: results as without them."""
     options = {"steps": 5000, "checkpoint_every": 250, "eval_every": 1000}
     reference = test_loop.make_loop(tmp_path / "whole", **options).run()
     workdir, limits = tmp_path / "run", []
@@ -161,7 +161,7 @@ def test_five_thousand_steps_through_every_trouble(tmp_path):
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(flags, tmp_path, monkeypatch):
     flags = [*flags, "--config.batch_size=16", "--config.data.validation_fraction=0.0"]
-    flags.append("--config.remat=full")  # nothing left to turn but the batch
+    flags.append("--config.remat=full")  # only the batch size can be reduced
     planned = run_script("train", *flags, "--config.dry_run=here", f"--workdir={tmp_path / 'p'}")
     assert "the compiled step needs" in planned.out and "does NOT fit" not in planned.out
     plan = json.loads((tmp_path / "p" / "plan.json").read_text())
@@ -200,7 +200,7 @@ def test_a_dry_run_names_what_fits(flags, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["", "memory"])
 def test_a_containers_limit_is_the_memory(tmp_path, monkeypatch, kind):
-    """Of the group or of one around it, without the cache; v2 and v1."""
+    """The limit of the group or of a parent group, without the page cache; cgroups v2 and v1."""
     v2 = kind == ""
     names = ("max", "current", "") if v2 else ("limit_in_bytes", "usage_in_bytes", "total_")
     group = tmp_path / "sys/fs/cgroup" / kind / "outer" / "own"

@@ -1,4 +1,4 @@
-"""Five commands killed eight times each with SIGKILL, where they can in the middle of a save."""
+"""Five commands killed eight times each with SIGKILL, in the middle of a save if possible."""
 
 import json
 import random
@@ -20,7 +20,7 @@ POINTS = OFTEN | {"steps": 24, "seq_len": 32, "data__path": "{folder}/text.txt"}
 POINTS |= {"data__passage_chars": 400, "data__validation_fraction": 0.2}
 CORPUS = {"input": "{folder}/corpus.jsonl", "shard_mb": 0.01, "tokenizer": "{folder}/model"}
 SFT, TEXTS = "configs/macdrop_sft.py:{folder}/model", "configs/nucl_finetune.py:{folder}/model,text"
-# Name -> (script, flags, the most halves of files that a life sees before it is killed).
+# Name -> (script, flags, largest number of temporary files before a kill).
 COMMANDS = {
     "macdrop": ("train", flags_of(f"{SFT},lora,macdrop", **TRAINING), 8),
     "qlora": ("train", flags_of(f"{SFT},lora,nf4", **TRAINING), 8),
@@ -33,7 +33,7 @@ TIMED = re.compile("seconds|per_second|timing")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of what the commands read; under `compiled` is what the first of them compiles."""
+    """A folder of the commands' inputs; `compiled` has the first one's compiled programs."""
     folder, words = tmp_path_factory.mktemp("read"), TEXT.split()
     save_tiny(folder / "model", WIDE)
     (folder / "text.txt").write_text(TEXT)
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 
 def untimed(value):
-    """Without times; a row of results that says one is left out whole."""
+    """The value without times; a row of results with a time is left out."""
     if isinstance(value, dict):
         return {k: untimed(v) for k, v in value.items() if not TIMED.search(k)}
     if isinstance(value, list):
@@ -65,15 +65,15 @@ def read(path):
 
 
 def left(workdir):
-    """Every file's content; of checkpoints the names alone, for their states are in the model."""
+    """Every file's content; of checkpoints only the names, because the model has their states."""
     out = {str(path.relative_to(workdir)): path for path in workdir.rglob("*") if path.is_file()}
     differ = re.compile("checkpoints|command.txt|README.md")  # paths and times
     return {name: read(path) for name, path in out.items() if not differ.search(name)}
 
 
 def kill(life, kind, chance, most):
-    """Kills at its moment; whether that fell inside a save, or None where it came too late."""
-    born = time.time()  # what an earlier life left half-written is none of this one's
+    """Kills at its moment; returns whether it was within a save, or None if it was too late."""
+    born = time.time()  # ignores temporary files of an earlier process
     if kind == "start":
         time.sleep(chance.uniform(0, 3))
     elif most:

@@ -20,7 +20,7 @@ BEST = "validation/nll"
 
 
 def check_best(workdir, values):
-    """Read with nothing of ours, and without opening it, which would tidy up."""
+    """Checks the best checkpoint without our reader, which would clean up the directory."""
     steps = whole(workdir)
     if not steps:
         return
@@ -83,7 +83,7 @@ def drill(directory, cache, steps, kills, seed):
 
 
 def drill_on_meshes(directory, cache, steps, meshes):
-    """A run killed after each mesh but the last, and gone on with on the next."""
+    """A run that is killed on each mesh except the last, and resumed on the next."""
     (directory / "plain").mkdir(), (directory / "moved").mkdir()
     reference = Life(directory / "plain", steps, cache, meshes[0])
     workdir, chance = directory / "moved", random.Random(4)
@@ -192,14 +192,14 @@ def test_sigterm_saves_within_ten_seconds(tmp_path, cache):
 
 
 def own_terminal():
-    """In the child. What started the tests may be deaf to SIGHUP (nohup), and then so is a run."""
+    """In the child: the tests may be started with SIGHUP ignored (nohup), and a run inherits it."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.mark.slow
 def test_a_terminal_that_closes(tmp_path, cache):
-    """The kernel's SIGHUP, and a terminal that can no longer be written to: saved all the same."""
+    """A run saves after the kernel's SIGHUP, with a terminal that cannot be written to."""
     terminal, inside = os.openpty()
     given = {"env": os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)}}
     given |= {"stdin": inside, "stdout": inside, "stderr": inside, "preexec_fn": own_terminal}

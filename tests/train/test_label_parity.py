@@ -15,7 +15,7 @@ STEPS = 50
 
 
 class Ours:
-    """The trainer's own step: last layer, no dropout, float32."""
+    """The trainer's step: last layer, no dropout, float32."""
 
     def __init__(self, minilm_dir, folder):
         own = {"pooling": "last", "dropout": 0.0, "together": 1, "lengths": (64, 96, 128)}
@@ -40,7 +40,7 @@ class Ours:
 
 
 class Theirs:
-    """The usual loop in torch: clipped gradients, AdamW; from what `save_pretrained` writes."""
+    """The usual loop in torch: clipped gradients, AdamW; starts from `save_pretrained`'s files."""
 
     def __init__(self, torch, directory, rate):
         from transformers import AutoModelForSequenceClassification

@@ -1,4 +1,4 @@
-"""Classification and regression as the one trainer runs them, on tiny models (P-32)."""
+"""Classification and regression with the common trainer, on tiny models (P-32)."""
 
 import csv
 
@@ -52,7 +52,7 @@ def config_for(files, model="bert", task="labels", more="", **changes):
     ("model", "pooling"), [("bert", "last"), ("llama", "p32"), ("bert", "scalar_mix")]
 )
 def test_a_run_from_rows_to_predictions(files, tmp_path, capsys, model, pooling):
-    """Trained, exported, loaded: what the file's rows are given is what validation measured."""
+    """Trained, exported, loaded: predictions for the file's rows agree with validation."""
     config = config_for(files, model, pooling=pooling, data__test_path=str(files / "test.jsonl"))
     results = training.run(config, tmp_path / "run")
     assert "nothing was learned" not in capsys.readouterr().err
@@ -87,7 +87,7 @@ def test_a_run_from_rows_to_predictions(files, tmp_path, capsys, model, pooling)
 
 
 def test_a_run_that_learns_nothing_says_so(files, tmp_path, capsys):
-    """Texts all alike: the loss stays what one answer costs, ln 3 of three labels alike."""
+    """With equal texts the loss stays that of one answer, ln 3 for three equal labels."""
     rows = [{"sentence": "abc", "label": label} for label in ("a", "b", "c") * 8]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     more = {"data__path": str(path), "data__validation_path": ""}
@@ -100,7 +100,7 @@ def test_a_run_that_learns_nothing_says_so(files, tmp_path, capsys):
 
 
 def test_small_files_have_steps_enough(files):
-    """Four epochs of 60 rows are 8 steps; a small file of one's own is given more."""
+    """Four epochs of 60 rows are 8 steps; a user's small file gets more."""
     ours = config_of("p32_glue", f"{files / 'bert'},labels")
     for steps, least in ((8, 0), (200, 200)):
         config = config_for(files, batch_size=32, epochs=4.0, least_steps=least)
@@ -128,7 +128,7 @@ SLOW_READERS = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 @pytest.mark.parametrize(("model", "pooling"), [("bert", "last"), ("llama", "p32"), *SLOW_READERS])
 def test_rows_that_stand_together_train_the_same(files, tmp_path, model, pooling):
-    """Losses of every step and what is measured; the batches are smaller."""
+    """Losses of every step and all metrics are equal; the batches are smaller."""
     seen, sizes = [], []
     for together in (1, 4):
         own = {"pooling": pooling, "together": together, "steps": 12, "lengths": (14, 16)}
@@ -207,7 +207,7 @@ def test_adapters_truncation_and_nucl_beside_a_head(files, tmp_path):
 
 
 def test_a_run_that_is_not_finite_begins_anew(files, tmp_path, monkeypatch):
-    """With another seed, as often as `retries` says; what it left is set aside."""
+    """With another seed, at most `retries` times; the earlier files are moved aside."""
     config = config_for(files, steps=2, retries=1, seed=7)
     train, seeds = training.train, []
 

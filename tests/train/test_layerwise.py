@@ -28,7 +28,7 @@ from ffn_heterogeneity.train.step import values_of
 from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-LAYERS = (1, 2)  # those compressed, of three
+LAYERS = (1, 2)  # the compressed layers, of three
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_the_loss_is_its_formula(files, family, method, name):
 
 
 def test_gradients_of_the_tasks_loss_are_compared(files):
-    """With respect to what each FFN returns, of real tokens."""
+    """Gradients with respect to the output of each FFN, at real tokens."""
     whole, model = taught_model(files, "bert")
     batch = batch_of(whole.config)
 
@@ -193,7 +193,7 @@ def test_tuning_moves_the_taught_blocks_alone(files, tmp_path):
 
 @pytest.mark.parametrize("states", ["gradient", pytest.param("block", marks=pytest.mark.slow)])
 def test_joined_rows_have_the_loss_of_rows_alone(files, tmp_path, states):
-    """The loss of all held-out rows, by the forward pass of a training run."""
+    """The loss of all held-out rows, with the forward pass of a training run."""
     few, _ = SURGERIES["fuse"](fh.load_model(files / "bert"), {"ratio": 0.5, "layers": "1-2"})
     fh.save_model(few, tmp_path / "few")
     own = data_of(files) | {"fields": "sentence", "teacher__model": str(files / "bert")}
@@ -213,7 +213,7 @@ def test_joined_rows_have_the_loss_of_rows_alone(files, tmp_path, states):
 
 
 def test_rounds_mask_more_and_rewind(files, tmp_path):
-    """Two of the three rounds, whose models are trained, masked, trained, masked."""
+    """Two of the three rounds; models are trained, masked, trained, masked."""
     stages = ("round_1", "mask_1", "round_2", "mask_2")
     models, _ = fused(files, tmp_path, "lth", stages=stages)
     whole = leaves_of(fh.load_model(files / "bert"))
@@ -229,7 +229,7 @@ def test_rounds_mask_more_and_rewind(files, tmp_path):
         shares.append(kept.mean())
     np.testing.assert_allclose(shares, 0.5 ** (np.arange(1, 3) / 3), atol=1e-3)
     assert all((masks[1][path] <= before).all() for path, before in masks[0].items())
-    # By training, not by the weights that were there.
+    # The masks are those of trained weights, not of the initial ones.
     settings = {"method": "unstructured", "ratio": 1 - 0.5 ** (2 / 3), "layers": "1-2"}
     at_once, _ = SURGERIES["fuse"](fh.load_model(files / "bert"), settings)
     other = leaves_of(at_once)

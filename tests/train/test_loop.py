@@ -1,4 +1,4 @@
-"""The loop: resume to the same bits, signals, divergence, checkpoints kept, compile once."""
+"""The loop: resuming to the same bits, signals, divergence, kept checkpoints, one compilation."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ def placed_on(mesh, state):
 
 @functools.cache
 def compiled(terms, accumulation):
-    """The functions of a run; kept, because compiling them takes most of a test's time."""
+    """The compiled functions of a run, shared because compilation takes most of a test's time."""
     mesh, params = partition.make_mesh(), toy_params()
     leaves = declared(TOY, params)
     mask = partition.trainable_mask(leaves, freeze=("^embed/",))
@@ -72,14 +72,14 @@ def make_loop(workdir, *, terms=TERMS, hook=None, hyper=None, evaluate=True, **o
 
 
 def replace_hook(loop, function) -> None:
-    """Has the loop call `function(its hook's function, state, check_stop)` instead."""
+    """Makes the loop call `function(its hook's function, state, check_stop)` instead."""
     (hook,) = loop.hooks
     inner = functools.partial(function, hook.function)
     loop.hooks = (Hook(inner, hook.every),)
 
 
 def metrics(workdir):
-    """All rows without the clock's."""
+    """All rows without times."""
     rows = read_metrics(workdir / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in rows]
 
@@ -186,7 +186,7 @@ def test_a_signal_during_evaluation_is_made_up_for(whole, tmp_path):
 
 
 def test_an_evaluation_made_up_for_is_not_written_twice(whole, tmp_path):
-    """Stopped in the evaluation of step 8, killed right after making up for it, resumed again."""
+    """Stopped in the evaluation of step 8, killed right after repeating it, resumed again."""
 
     def interrupted(loop, then):
         def evaluate(inner, state, check_stop):

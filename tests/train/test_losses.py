@@ -142,7 +142,7 @@ def test_terms_are_summed_in_the_registrys_order():
         ({"x": {"weight": 1.0}}, {}, "losses.x: unknown term 'x'.* nll, class.*, regression, nucl"),
         ({"nucl": {"weight": 1.0, "aplha": 2}}, {}, "losses.nucl: unknown setting 'aplha'"),
         ({"jreg": {"weight": 1.0, "alpha": -1.0}}, {}, "losses.jreg: alpha=-1.0 must be a number"),
-        ({"nucl": {"variant": "ent"}}, {}, "losses.nucl.weight is not given"),
+        ({"nucl": {"variant": "ent"}}, {}, "losses.nucl.weight is missing"),
         ({"nucl": {"weight": -1.0}}, {}, "losses.nucl.weight=-1.0 must be a number in"),
         (TWO, {"nucl": {}}, "two loss terms are named 'nucl'"),
     ],

@@ -78,7 +78,7 @@ def test_both_sets_are_validated_and_the_best_is_kept(files, alone):
     assert results["best"]["metric"] == "validation/near/spearman"
     assert results["best"]["value"] == best and results["rows"] == 64
     assert results["losses"] == {"squares": 1.0, "kinds": 0.1}
-    # Of 18 rows, of which no batch of four holds as many.
+    # Of 18 rows, which no batch of four contains.
     right = 18 * last["validation/near/accuracy"]
     assert right == pytest.approx(round(right), abs=1e-9)
 
@@ -126,7 +126,7 @@ def same(one, other, bound):
     one, other = (read_metrics(x / "metrics.jsonl") for x in (one, other))
     assert [row["step"] for row in one] == [row["step"] for row in other]
     for a, b in zip(one, other, strict=True):
-        # The tokens of a step tell its length.
+        # The tokens of a step identify its length.
         for key in {k for k in a if k.startswith(("validation/", "train/loss", "train/tokens"))}:
             assert abs(a[key] - b[key]) <= bound * abs(a[key]), (key, a["step"])
 
@@ -185,7 +185,7 @@ def predicted(model, rows):
 
 
 def test_pruned_with_its_head_equals_masked(alone, tmp_path, monkeypatch):
-    monkeypatch.delitem(HEADS, "pooled")  # surgeries need not know it
+    monkeypatch.delitem(HEADS, "pooled")  # surgeries need no support for it
     config = config_of("prune", model=str(alone / "model"), ratio=0.25)
     results = compress.run(config, _made(tmp_path / "p"))
     monkeypatch.setitem(HEADS, "pooled", outside_task.pooled)
@@ -231,7 +231,7 @@ def test_another_head_is_refused(alone, tmp_path, monkeypatch):
 
 
 def test_without_losses_it_is_evaluated_and_not_trained(alone, tmp_path, monkeypatch):
-    """By decoding, here: what `evaluate` returns of parameters and batches."""
+    """The objective's `evaluate` gets parameters and batches, and decodes here."""
     objective = outside_task.scores(read(outside_task.config_for("x")), UNTIED)
 
     def decoded(params, batches):
@@ -246,7 +246,7 @@ def test_without_losses_it_is_evaluated_and_not_trained(alone, tmp_path, monkeyp
 
 
 def test_f1_does_not_add_up():
-    """What the batches' own scores would have averaged to is another number."""
+    """The mean of the batches' F1 would be another number."""
     said, meant = list("ecneceec"), list("ecnnceen")
     words = {"e": WORDS[0], "c": WORDS[1], "n": WORDS[2]}
     said, meant = ([words[x] for x in one] for one in (said, meant))

@@ -1,4 +1,4 @@
-"""A run is planned once, from headers alone: what the plan says is what the files hold."""
+"""A run is planned once, from headers only: the plan agrees with the files."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ def kinds(params) -> dict:
 
 
 def agree(path) -> None:
-    """Headers tell the very shapes and dtypes that are read."""
+    """Headers give the shapes and dtypes that are read."""
     shapes, assumed = load_shapes(path)
     model = load_model(path)
     assert shapes.config == model.config and kinds(shapes.params) == kinds(model.params)
@@ -58,7 +58,7 @@ def test_headers_tell_what_is_read(family, dtype, tmp_path):
 
 
 def test_headers_of_tensors_of_unlike_dtypes(tmp_path):
-    """Layers whose dtypes differ are not stacked: the tree's form is a matter of dtypes too."""
+    """Layers with different dtypes are not stacked: the tree also depends on dtypes."""
     save_pretrained(LLAMA, random_params(LLAMA), tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
@@ -94,7 +94,7 @@ def test_what_is_not_here_is_assumed_and_said(tmp_path):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The plans that were built, one after another."""
+    """The list of plans that were built."""
     found, inner = [], plan._build
 
     def counted(*given):
@@ -142,7 +142,7 @@ def test_only_weights_tell_where_fusion_goes(files, tmp_path, made, capsys):
 
 
 def test_seeds_share_a_program_and_not_their_data(files, tmp_path, made, monkeypatch):
-    """Each run's own seed draws its rows; the programs are one plan's."""
+    """Each run draws its rows with its seed; all use the programs of one plan."""
     seen, inner = {}, training.make_loop
 
     def noted(config, built, model, data, *rest):
@@ -191,7 +191,7 @@ def test_a_plan_knows_what_prepare_does(files):
 
 
 def test_the_next_run_begins_with_what_fits(files, tmp_path, made, monkeypatch):
-    """The last choice of remat="auto", which alone fits in memory, is found once."""
+    """The last choice of remat="auto", the only one that fits in memory, is found once."""
     tried, inner = [], fit.compile_step
 
     def small(planned, *given):

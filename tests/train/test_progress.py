@@ -18,7 +18,7 @@ with Progress(123_456, 0) as progress:
 
 
 def test_the_bar_in_80_columns():
-    """Steps, time left and speed come first; what is too much is cut off, nothing is wrapped."""
+    """Steps, time left and speed come first; the rest is cut off, and nothing is wrapped."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with subprocess.Popen([sys.executable, "-c", BAR], stderr=theirs) as child:

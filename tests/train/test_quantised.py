@@ -1,4 +1,4 @@
-"""Adapters on a quantised base: it stays, is kept and read back; what comes out folds."""
+"""Adapters on a quantised base, which is unchanged, saved and read; exports are folded."""
 
 import json
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(the quantised model as it came, the run's directory and results)."""
+    """(the quantised model at the start, the run's directory and results)."""
     root = tmp_path_factory.mktemp("qlora")
     (root / "text.txt").write_text(TEXT)
     model = save_tiny(root / "tiny", WIDE)
@@ -63,7 +63,7 @@ def test_folded_it_is_a_plain_model_of_the_same_function(trained, torch, tmp_pat
 
 
 def test_a_quantised_base_does_not_train_by_itself(trained, tmp_path):
-    """Nor do its norms and embedding alone, unless somebody says so."""
+    """Norms and embedding do not train either, unless a config names them."""
     _, run, _ = trained
     settings = small_run(run.parent / "text.txt", steps=1)
     config = config_of("nucl_finetune", f"{run.parent / 'tiny'},text,nf4", **settings)

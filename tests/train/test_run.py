@@ -88,10 +88,10 @@ def test_the_card_says_what_results_json_says(files, finished):
     np.testing.assert_allclose(nll, expected, rtol=1e-12)
     said = results["protocol"]
     assert said["text"] == "held-out part of text.txt" and said["dtype"] == "float32"
-    # What is pushed says nothing of where it was made.
+    # Pushed files do not contain local paths.
     written = b"".join(x.read_bytes() for x in (workdir / "model").rglob("*") if x.is_file())
     assert not any(str(place.parent).encode() in written for place in (*files, workdir))
-    # Two batches of four rows; each document's first token is predicted by none.
+    # Two batches of four rows; each document's first token is not predicted.
     assert said["windows"] == 8 and said["window"] == 32 and 8 * 31 <= said["tokens"] <= 8 * 32
     card = (workdir / "model" / "README.md").read_text()
     assert f"before, {results['perplexity_after']:.3g} after" in card
@@ -107,7 +107,7 @@ def test_nucl_lowers_the_entropy(files, finished, tmp_path):
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
-    """Before anything is compiled: such an id would be read as NaN."""
+    """The error comes before compilation: such an id would be read as NaN."""
     text = tmp_path / "text.txt"
     text.write_text("zeros and ones " * 500)
     config = dataclasses.replace(LLAMA, vocab_size=49_152, layers=LLAMA.layers[:1])
@@ -120,7 +120,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
 
 
 def test_a_special_token_beyond_the_vocabulary_is_refused_where_it_is_used(files, tmp_path):
-    """As Gemma 3's for images, which its text models have no embedding for."""
+    """Gemma 3's token for images, for example, has no embedding in its text models."""
     model = load_model(files[0])
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -146,7 +146,7 @@ def test_a_bad_first_batch_names_its_row_and_gives_the_directory_back(files, tmp
     import pyarrow.parquet
 
     path, workdir = tmp_path / "rows.parquet", tmp_path / "run"
-    texts = ["a text that is long enough"] + [None] * 9  # the first is looked at when it is opened
+    texts = ["a text that is long enough"] + [None] * 9  # the first is checked when it is opened
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
     workdir.mkdir()
     (workdir / "notes.txt").write_text("mine")

@@ -35,7 +35,7 @@ def build(optimizer="sgd", freeze=(), terms=TERMS, params=None, forward=toy_forw
 
 
 def plain_loss(params, batch, values):
-    """The whole loss over all rows at once, written out."""
+    """The complete loss over all rows at once, written explicitly."""
     hidden = toy_forward(params, batch)["hidden"]
     logp = jax.nn.log_softmax(hidden @ params["embed"]["embedding"].T)
     mask, live = batch["loss_mask"], batch["segment_ids"] > 0
@@ -67,7 +67,7 @@ def test_accumulation_is_exact(parts):
 
 
 def test_denominators_cost_no_forward_pass():
-    """The pass that sums the denominators is compiled without the forward pass in it."""
+    """The pass that sums the denominators is compiled without a forward pass."""
     batch, values = accumulated(toy_batch(8, length=64), 4), hyper()
 
     def flops(terms):

@@ -72,7 +72,7 @@ def hyper(**changes) -> dict:
 
 
 def toy_batch(rows: int, length: int = 7, seed: int = 0) -> dict:
-    """[rows, length]; every row has another number of targets and of padded positions."""
+    """A batch [rows, length]; each row has another number of targets and padded positions."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, V, (rows, length)).astype(np.int32)
     live = np.arange(length) < rng.integers(3, length + 1, rows)[:, None]
@@ -84,7 +84,7 @@ def toy_batch(rows: int, length: int = 7, seed: int = 0) -> dict:
 
 
 class ToyBatches:
-    """Endless batches by position; `hook(position)` may do anything before a batch is given."""
+    """Endless batches, determined by position; `hook(position)` runs before each batch."""
 
     def __init__(self, rows: int = 4, hook=None):
         self.rows, self.position, self.hook = rows, 0, hook

@@ -242,7 +242,7 @@ def loads_in(output: str | os.PathLike) -> str:
         )
     return (
         "loads in: this library (FFN widths differ by layer; transformers reads the config and "
-        "refuses the weights: write it padded for it and vLLM, Llama's as .gguf for llama.cpp)"
+        "rejects the weights: write it padded for it and vLLM, Llama's as .gguf for llama.cpp)"
     )
 
 
