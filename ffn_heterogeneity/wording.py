@@ -110,7 +110,7 @@ def settings_of(kind: type[Kind], given: Any) -> Kind:
         parts, value = kinds.split(" | "), values.get(field.name, field.default)
         wanted = tuple(_TYPES[type_name] for type_name in parts if type_name in _TYPES)
         if len(wanted) == len(parts) and not isinstance(value, wanted):
-            raise ValueError(f"{field.name}={value!r}: {kinds} is expected")
+            raise ValueError(f"{field.name}={value!r}; expected {kinds}")
     return kind(**values)
 
 

@@ -137,7 +137,7 @@ def test_a_mistyped_way_to_join_is_named(how):
         ("", {"STEP_NUM_TASKS": "1"}, ""),
         ("", {"NTASKS": "4"}, ""),  # the process of a batch script is in no step
         ("", {"STEP_NUM_TASKS": "4"}, "one of 4 processes and sees only its own 1"),
-        ("auto", {"STEP_NUM_TASKS": "4"}, "--distributed=alone says"),
+        ("auto", {"STEP_NUM_TASKS": "4"}, "--distributed=alone makes"),
         ("alone", {"STEP_NUM_TASKS": "4"}, ""),  # points of a sweep
         ("localhost:1,2,0", {}, "one of 2 processes"),
         ("auto", {"GPUS_ON_NODE": "8", "STEP_TASKS_PER_NODE": "1(x2)"}, "1 of this node's 8 GPUs"),
