@@ -16,14 +16,7 @@ import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
-from tiny_models import (
-    REPOSITORY,
-    MeanForward,
-    batch_of,
-    config_of,
-    random_params,
-    tiny_of,
-)
+from tiny_models import REPOSITORY, MeanForward, batch_of, config_of, random_params, tiny_of
 
 import ffn_heterogeneity.probes
 from ffn_heterogeneity.io.files import plain

@@ -105,8 +105,7 @@ def test_verbs_are_the_surgeries(tmp_path):
         assert report == told
         one, other = flatten(made[name].params), flatten(wanted.params)
         assert all(np.array_equal(x, other[path]) for path, x in one.items()) and len(one)
-        with pytest.raises(ValueError, match="unknown setting 'rato'"):
-            getattr(fh, name)(model, rato=0.5)
+        refused("unknown setting 'rato'", getattr(fh, name), model, rato=0.5)
     own = fh.ffn(made["lora"], 2)
     assert set(own["down"]) == {"kernel", "lora_a", "lora_b", "lora_scale"}
     whole = unstack(made["lora"].params)["layers"][2]["ffn"]

@@ -1,8 +1,13 @@
 """Small runs and their files: settings, flags, rows, programs, and rejected calls."""
 
+import contextlib
+import itertools
 import json
 import os
+import resource
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +18,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def refused(words: str, function, *arguments, error: type = ValueError, **settings) -> None:
-    """Checks that the call fails with this message."""
-    with pytest.raises(error, match=words):
+    """Check that the call fails with this message, in one line."""
+    with pytest.raises(error, match=words) as caught:
         function(*arguments, **settings)
+    assert "\n" not in str(caught.value)
 
 
 def small_run(text: Path | str, prefix: str = "", **changes) -> dict:
@@ -79,3 +85,34 @@ def write_halves(root: Path, **counts: int) -> None:
             text = "".join(rng.choice(letters, rng.integers(4, 20)))
             rows.append({"sentence": text, "label": ("low", "high")[i % 2], "score": i % 2 + 0.5})
         write_rows(root / f"{name}.jsonl", rows)
+
+
+def metrics(workdir: Path) -> list:
+    """All rows of a run's metrics, without the clock's numbers."""
+    from ffn_heterogeneity.io.metrics import read_metrics
+
+    rows = read_metrics(workdir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in rows]
+
+
+def stop_at_batch(monkeypatch, number: int) -> None:
+    """SIGTERM comes while the `number`-th batch from here on is made."""
+    from ffn_heterogeneity.data.pipeline import BatchIterator
+
+    inner, calls = BatchIterator.__next__, itertools.count(1)
+
+    def interrupting(self):
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(self)
+
+    monkeypatch.setattr(BatchIterator, "__next__", interrupting)
+
+
+@contextlib.contextmanager
+def bounded():
+    """At most 1 GB more, and 20 seconds."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "kilobytes"
+    assert time.perf_counter() - start < 20

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from tiny_models import config_of
+from tiny_runs import refused
 
 from ffn_heterogeneity.bench import steps
 from ffn_heterogeneity.launch.configs import load_config
@@ -54,5 +55,4 @@ def test_steps_that_do_not_fit_or_come_too_late_are_named(found, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["batchsize=4", "remat=3"])
 def test_a_wrong_setting_is_an_error_that_names_its_entry(monkeypatch, wrong):
-    with pytest.raises(ValueError, match=re.escape(f"configs: '{BASE}{wrong}'")):
-        run(monkeypatch, BASE + wrong, BASE)
+    refused(re.escape(f"configs: '{BASE}{wrong}'"), run, monkeypatch, BASE + wrong, BASE)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from prepare_tools import documents_of, expected
+from tiny_runs import refused
 
 from ffn_heterogeneity.data.sources import DataError
 
@@ -72,8 +73,7 @@ def test_script_refuses(corpus, smollm2_gguf, tmp_path):
         ({"train_tokenizer.vocab_size": 258}, "vocab_size is 258; 3 special tokens and 256 bytes"),
         ({"tokenizer": str(smollm2_gguf), "model": "absent"}, "model 'absent' is not a directory"),
     ):
-        with pytest.raises(ValueError, match=message):
-            configured(tmp_path / "run", **{"input": corpus[0], **changes})
+        refused(message, configured, tmp_path / "run", **{"input": corpus[0], **changes})
     assert not (tmp_path / "run").exists()
 
 

@@ -192,9 +192,6 @@ def test_a_validation_directory_of_its_own(make, characters):
     assert batch["targets"].tolist() == [[8, 9, 10, 0], [0, 0, 0, 0]]
     assert batch["tokens"].tolist() == [[1, 8, 1, 0], [0, 0, 0, 0]]
     assert batch["segment_ids"].tolist() == [[1, 1, 2, 0], [0, 0, 0, 0]]
-    with pytest.raises(DataError, match="no validation data"):
-        bare = {"task": "tokens", "path": str(train)}
-        make_pipeline(bare, characters(), 2, 4, 0).validation_iterator()
 
 
 def test_uint32_holds_what_uint16_cannot(make, characters):
@@ -233,9 +230,7 @@ def test_damaged_files(make, what):
     path = directory / f"shard-000001.{suffix}"
     content = change(path.read_bytes())
     path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(DataError, match=f"000001.{suffix}: {message}") as caught:
-        open_corpus(directory)
-    assert "\n" not in str(caught.value)
+    refused(f"000001.{suffix}: {message}", open_corpus, directory, error=DataError)
     if what == "changed":  # which this setting does not check
         assert open_corpus(directory, verify=False).shards[1].document(1).tolist() == [10, 11]
 
@@ -255,9 +250,7 @@ def test_damaged_manifests(make, change, message):
     manifest = json.loads((directory / "manifest.json").read_text())
     change(manifest)
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=message) as caught:
-        open_corpus(directory)
-    assert "\n" not in str(caught.value)
+    refused(message, open_corpus, directory, error=DataError)
 
 
 def test_refusals(make, characters, bpe, tmp_path):

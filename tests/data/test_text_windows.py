@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tiny_runs import refused
 
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.windows import text_windows, window_documents
@@ -46,8 +47,7 @@ def test_max_windows_and_no_special_tokens(characters):
     ],
 )
 def test_bad_windows(characters, text, window, options, message):
-    with pytest.raises(DataError, match=message):
-        text_windows(text, characters(), window, **options)
+    refused(message, text_windows, text, characters(), window, error=DataError, **options)
 
 
 def test_bos_asked_of_a_tokenizer_without(characters):

@@ -188,16 +188,13 @@ def test_a_stopped_series_goes_on(tmp_path, capsys):
 @quickly
 def test_bad_input_is_named(tmp_path):
     save_pretrained(LLAMA, random_params(LLAMA), tmp_path / "model")
-    np.save(tmp_path / "far.npy", np.array([[1, 2, 258]]))
     np.save(tmp_path / "flat.npy", np.array([1, 2]))
     lines = write_lines(tmp_path / "lines.jsonl", ["one", "", "NaN"])
     (tmp_path / "nan.jsonl").write_text('{"text": "one"}\n\n{"text": NaN}\n')
-    (tmp_path / "blank.jsonl").write_text("\n \n")
     flags = [f"--config.model={tmp_path / 'model'}", f"--workdir={tmp_path / 'run'}"]
     for extra, message in (
         ([], "exactly one of --config.text=<file> and --config.jsonl=<file> and --config.token_id"),
         ([f"--config.text={lines}", f"--config.jsonl={lines}"], "exactly one of"),
-        ([f"--config.token_ids={tmp_path / 'far.npy'}"], "token id 258 is outside the vocabulary"),
         (
             [f"--config.token_ids={tmp_path / 'flat.npy'}"],
             r"shape (2,); expected [windows, length >= 2]",
@@ -206,7 +203,6 @@ def test_bad_input_is_named(tmp_path):
         ([f"--config.jsonl={lines}"], "lines.jsonl, line 2: no text in field 'text'"),
         ([f"--config.jsonl={lines}", "--config.text_field=body"], "no field 'body'; fields seen"),
         ([f"--config.jsonl={tmp_path / 'nan.jsonl'}"], "line 3: field 'text' is float (nan)"),
-        ([f"--config.jsonl={tmp_path / 'blank.jsonl'}"], "no JSON objects, only blank lines"),
         ([f"--config.jsonl={lines}", "--config.max_documents=-1"], "max_documents=-1"),
         ([f"--config.jsonl={lines}", "--config.max_documents=1"], "has no tokenizer"),
     ):

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from judge_server import KEY, chat
+from tiny_runs import refused
 
 from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
 
@@ -33,8 +34,7 @@ def test_the_environment_adds_nothing(server, monkeypatch):
         Endpoint(url=f"{server.url}/v1?version=1&token=hidden", model="m").ask("x", "y")
     assert server.requests[-1][0] == "/v1/chat/completions?version=1&token=hidden"
     assert "hidden" not in str(failed.value)
-    with pytest.raises(ValueError, match="leave out the user"):
-        Endpoint(url="http://me:secret@there/v1", model="m")
+    refused("leave out the user", Endpoint, url="http://me:secret@there/v1", model="m")
 
 
 def test_a_run_that_ends_does_not_wait(server):
@@ -42,6 +42,5 @@ def test_a_run_that_ends_does_not_wait(server):
     endpoint = Endpoint(url=server.url, model="m")
     threading.Timer(0.5, endpoint.stop).start()
     began = time.monotonic()
-    with pytest.raises(EndpointError, match="not asked: the run was ended"):
-        endpoint.ask("x", "y")
+    refused("not asked: the run was ended", endpoint.ask, "x", "y", error=EndpointError)
     assert time.monotonic() - began < 10

@@ -293,9 +293,7 @@ def test_bad_files(tmp_path, content, message):
         write_rows(path, content)
     elif content is not None:
         path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
-        make_task_pack(str(tmp_path), "piqa")
-    assert "\n" not in str(caught.value)
+    refused(message, make_task_pack, str(tmp_path), "piqa", error=DataError)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 from tiny_models import LLAMA, random_params, tiny_of
+from tiny_runs import refused
 
 from ffn_heterogeneity.evaluate.scoring import _asked_scores, plan_rows, score
 from ffn_heterogeneity.models import causal_lm
@@ -110,8 +111,7 @@ def test_requests_that_cannot_be(request_, message):
     if message is None:
         assert len(score(config, params, requests, batch_tokens=64, progress=None)) == 2
     else:
-        with pytest.raises(ValueError, match=message):
-            score(config, params, requests, batch_tokens=64, progress=None)
+        refused(message, score, config, params, requests, batch_tokens=64, progress=None)
 
 
 def test_nan_weights_are_said():

@@ -71,8 +71,3 @@ def test_what_the_judge_is_shown(questions, shared_data, tmp_path):
     categories = {q.id: q.category for q in questions}
     summary = judge.single_summary(rated, categories)
     assert set(summary["by_category"]) == {*chat.TEMPERATURES, *ADDED}
-
-
-def test_an_unknown_benchmark_names_those_there_are():
-    with pytest.raises(ValueError, match="benchmark='specbench': choose one of .*'spec_bench'"):
-        chat.read_questions("specbench", "data")

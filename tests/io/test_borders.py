@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
-import signal
 import sys
 
 import numpy as np
@@ -13,11 +11,10 @@ import theirs
 from safetensors.numpy import load_file, save_file
 from test_tokenizers_out import BERTS, word_pieces
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, save_tiny, tiny_of
-from tiny_runs import refused, run_program, write_rows
+from tiny_runs import refused, run_program, stop_at_batch, write_rows
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.data.packing import Encoder
-from ffn_heterogeneity.data.pipeline import BatchIterator
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks import messages
 from ffn_heterogeneity.data.tasks.base import Fields
@@ -305,24 +302,16 @@ def test_a_run_resumes_over_midnight_to_the_same_bits(tmp_path, monkeypatch):
     own = {"data__path": str(rows), "steps": 3, "batch_size": 2, "seq_len": 48, "accumulation": 1}
     own |= {"tensorboard": False, "optimizer__warmup_steps": 0}
     config = config_of("jreg_sft", str(model), **own)
-    inner = BatchIterator.__next__
 
     def on(day: str, name: str, stop: int) -> None:
         monkeypatch.setenv("DAY", day)
         child.kept.cache_clear()
-        calls = iter(range(9))
-
-        def interrupting(self):
-            if next(calls) == stop:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return inner(self)
-
-        monkeypatch.setattr(BatchIterator, "__next__", interrupting)
-        with contextlib.suppress(SystemExit):
+        with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
+            stop_at_batch(patch, stop)
             training.run(config, tmp_path / name)
 
     on("2026-11-27T23:59", "whole", 9)
-    on("2026-11-27T23:59", "cut", 1)
+    on("2026-11-27T23:59", "cut", 2)
     assert not (tmp_path / "cut" / "results.json").exists()
     on("2026-11-28T00:01", "cut", 9)
     weights = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "cut")]

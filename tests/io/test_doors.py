@@ -22,7 +22,7 @@ from tiny_models import (
     save_tiny,
     save_tiny_reader,
 )
-from tiny_runs import write_rows
+from tiny_runs import refused, write_rows
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.data.glue import label_text
@@ -220,8 +220,7 @@ def test_pictures_are_not_opened(tmp_path):
 
 
 def test_half_a_surrogate_pair_is_no_label(tmp_path):
-    with pytest.raises(DataError, match="half a surrogate pair"):
-        label_text("a\ud800")
+    refused("half a surrogate pair", label_text, "a\ud800", error=DataError)
     assert label_text("\U0001f600") == "\U0001f600"
 
 
@@ -230,18 +229,12 @@ def test_own_text_given_back_is_bounded(tmp_path):
     row = [model.config.bos_id, *[5] * WINDOW]
     assert len(read_rows(model, str(write_rows(tmp_path / "a.jsonl", [{"tokens": row}])))) == 1
     longer = write_rows(tmp_path / "b.jsonl", [{"tokens": [*row, 5]}])
-    with pytest.raises(ValueError, match=r"b.jsonl, line 1: .*2 to 513 ids"):
-        read_rows(model, str(longer))
+    refused(r"b.jsonl, line 1: .*2 to 513 ids", read_rows, model, str(longer))
 
 
 # ---- out
 
-FORMS = [
-    {},
-    {"export": "padded"},
-    {"export": "native"},
-    {"max_shard_bytes": 20_000},
-]
+FORMS = [{}, {"export": "padded"}, {"export": "native"}, {"max_shard_bytes": 20_000}]
 
 
 def large(value: float):

@@ -8,6 +8,7 @@ import pytest
 from test_gguf import CASES, converted_tree, found_leaves, random_leaves, tiny_config
 from test_gguf_tokenizer import TEXTS, byte_level_file, random_texts
 from tiny_models import byte_tokenizer, run_script
+from tiny_runs import refused
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf.export import save_gguf
@@ -104,8 +105,7 @@ def test_hostile_trees_and_existing_files(tmp_path):
             save_gguf(config, unflatten(leaves), tmp_path / "x.gguf")
     assert not list(tmp_path.iterdir()), "nothing half-written"
     (tmp_path / "x.gguf").write_text("mine")
-    with pytest.raises(CheckpointError, match="exists"):
-        save_gguf(config, params, tmp_path / "x.gguf")
+    refused("exists", save_gguf, config, params, tmp_path / "x.gguf", error=CheckpointError)
     with pytest.raises(CheckpointError, match="type"):
         save_gguf(config, params, tmp_path / "y.gguf", type="q4_k")
     assert (tmp_path / "x.gguf").read_text() == "mine"

@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+from tiny_runs import refused
 
 from ffn_heterogeneity.io import metrics as module
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
@@ -46,8 +47,7 @@ def test_a_new_run_starts_a_new_file(tmp_path):
 
 def test_a_torn_line_in_the_middle_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
-        read_metrics(tmp_path / "metrics.jsonl")
+    refused("line 2 is not JSON", read_metrics, tmp_path / "metrics.jsonl")
 
 
 def test_events_are_written(tmp_path):

@@ -9,16 +9,10 @@ from safetensors.numpy import save_file
 from tiny_models import LLAMA, byte_tokenizer, our_logits, random_params, save_tiny, tiny_of
 from tiny_runs import refused
 
+from ffn_heterogeneity.io import load
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.hf.peft import save_adapters
-from ffn_heterogeneity.io.load import (
-    Model,
-    load_config,
-    load_model,
-    load_tokenizer,
-    model_directory,
-)
 from ffn_heterogeneity.io.safetensors import open_file
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery import SURGERIES
@@ -35,7 +29,7 @@ def adapted(config, kind, targets="attention/|ffn/", shared=False):
     """A model with adapters of random B, and lengths; `shared`: one A for each input."""
     rng = np.random.default_rng(0)
     params = random_params(config)
-    model = Model(config, params, None, "tiny")
+    model = load.Model(config, params, None, "tiny")
     model, _ = SURGERIES[kind](model, {"rank": 3, "alpha": 6.0, "targets": targets})
     tree = unstack(model.params)
     for layer in tree["layers"]:
@@ -79,12 +73,12 @@ def test_peft_computes_the_same_of_ours(torch, peft, tmp_path, family, targets, 
     plain = our_logits(model.config, random_params(model.config), TOKENS)
     assert np.abs(ours - plain).max() > 0.1
     # And back, from a directory that names its base.
-    read = load_model(tmp_path / "adapter")
+    read = load.load_model(tmp_path / "adapter")
     assert {p.split("/")[-1] for p in flatten(read.params)} >= {"lora_a", "lora_b"}
     np.testing.assert_array_equal(our_logits(read.config, read.params, TOKENS), ours)
     merged = theirs.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
-    folded = load_model(tmp_path / "merged")
+    folded = load.load_model(tmp_path / "merged")
     ours = our_logits(read.config, SURGERIES["fold"](read)[0].params, TOKENS)
     other = our_logits(folded.config, folded.params, TOKENS)
     assert np.abs(ours - other).max() <= 1e-5 * np.abs(other).max()
@@ -106,13 +100,13 @@ def test_what_peft_writes_is_read(torch, peft, tmp_path, family, first, second):
     theirs.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
         reference = theirs(torch.tensor(TOKENS)).logits.numpy()
-    read = load_model(tmp_path / "adapter")
+    read = load.load_model(tmp_path / "adapter")
     ours = our_logits(read.config, read.params, TOKENS)
     assert np.abs(ours - reference).max() <= 1e-5 * np.abs(reference).max()
-    assert load_config(tmp_path / "adapter") == read.config
-    assert load_tokenizer(tmp_path / "adapter").vocab_size == 258
+    assert load.load_config(tmp_path / "adapter") == read.config
+    assert load.load_tokenizer(tmp_path / "adapter").vocab_size == 258
     with pytest.raises(CheckpointError, match="holds adapters, no weights: fold them first"):
-        model_directory(tmp_path / "adapter")
+        load.model_directory(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -125,7 +119,7 @@ def test_fused_projections_share_their_input_side(tmp_path, kind):
         save_adapters(config, apart.params, tmp_path / "no", "base")
     model = adapted(config, kind, shared=True)
     save_adapters(config, model.params, tmp_path / "adapter", "../base")
-    read = load_model(tmp_path / "adapter")
+    read = load.load_model(tmp_path / "adapter")
     before, after = (flatten(unstack(one.params)) for one in (model, read))
     assert before.keys() == after.keys()
     for path, leaf in before.items():
@@ -172,9 +166,9 @@ def test_what_cannot_be_read(base, tmp_path, changes, message):
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     if message is None:  # the layers that have none stay as they are
-        assert load_model(tmp_path / "adapter").config.n_layers == 8
+        assert load.load_model(tmp_path / "adapter").config.n_layers == 8
         return
-    refused(message, load_model, tmp_path / "adapter", error=CheckpointError)
+    refused(message, load.load_model, tmp_path / "adapter", error=CheckpointError)
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (1, 2, 3), (0, 3), (7, 3)])
@@ -185,7 +179,7 @@ def test_tensors_of_odd_shapes(base, tmp_path, shape):
     name = next(name for name in tensors if name.endswith("lora_B.weight"))
     save_file(tensors | {name: np.zeros(shape, np.float32)}, path)
     with pytest.raises(CheckpointError, match="must be matrices|another model"):
-        load_model(tmp_path / "adapter")
+        load.load_model(tmp_path / "adapter")
 
 
 def test_what_cannot_be_written(base, tmp_path):

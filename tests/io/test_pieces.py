@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tiny_runs import refused
 
 from ffn_heterogeneity.io import pieces, safetensors
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
@@ -52,8 +53,7 @@ def test_tensors_are_cast_and_held_to_their_shape(tmp_path):
     array = np.random.default_rng(1).normal(size=(50, 3)).astype(np.float32)
     specs = {"a": Spec((50, 3), np.dtype(ml_dtypes.bfloat16))}
     with open_pieces(tmp_path, specs, 10**9) as files:
-        with pytest.raises(ValueError, match=r"a has shape \(3, 50\), planned as \(50, 3\)"):
-            files.write("a", array.T)
+        refused(r"a has shape \(3, 50\), planned as \(50, 3\)", files.write, "a", array.T)
         files.write("a", array)
     found = safetensors.open_file(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(found["a"], array.astype(ml_dtypes.bfloat16))

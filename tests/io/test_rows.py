@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import REPOSITORY, TEXT, save_tiny, save_tiny_reader
 from tiny_runs import read_rows as rows_in
-from tiny_runs import small_run, write_rows
+from tiny_runs import refused, small_run, write_rows
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.chat.judge import pairwise_summary, single_summary
@@ -195,8 +195,6 @@ def test_the_archives_that_are_kept(path):
 )
 def test_damaged_rows_are_refused_by_file_and_line(line, words, tmp_path):
     good = '{"what": "nll", "value": 1.0}\n'
-    with pytest.raises(ValueError, match=rf"x, line 2: .*{words}"):
-        read_rows(good + line, "x")
+    refused(rf"x, line 2: .*{words}", read_rows, good + line, "x")
     (tmp_path / "rows.jsonl").write_text(good + line)
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 2"):
-        fh.results(tmp_path)
+    refused(r"rows.jsonl, line 2", fh.results, tmp_path)

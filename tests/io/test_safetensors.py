@@ -20,15 +20,8 @@ from ffn_heterogeneity.models.stack import unstack
 # ---- reading and writing
 
 
-FAMILIES = [
-    "llama3_8b",
-    "gemma_2b",
-    "gemma2_2b",
-    "gemma3_270m",
-    "pythia_70m",
-    "olmo_1b",
-    "qwen3_4b",
-]
+FAMILIES = ["llama3_8b", "gemma_2b", "gemma2_2b", "gemma3_270m", "pythia_70m", "olmo_1b"]
+FAMILIES += ["qwen3_4b"]
 # GPT-NeoX: no grouped queries, heads fill the width, a quarter of each rotates.
 NEOX = {"d_model": 16, "n_kv_heads": 2, "head_dim": 8}
 

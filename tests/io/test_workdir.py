@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny_runs import refused
 
 from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.rows import flatten_config
@@ -133,19 +134,16 @@ def test_a_series_of_checkpoints_may_grow(tmp_path):
 
 def test_outputs_without_a_config_are_foreign(tmp_path):
     (tmp_path / "model").mkdir()
-    with pytest.raises(WorkdirError, match="holds model but no config.json"):
-        prepare_workdir(tmp_path, CONFIG)
+    refused("holds model but no config.json", prepare_workdir, tmp_path, CONFIG, error=WorkdirError)
     assert not (tmp_path / "config.json").exists()
 
 
 def test_an_empty_name_is_refused():
-    with pytest.raises(WorkdirError, match="--workdir"):
-        prepare_workdir("", CONFIG)
+    refused("--workdir", prepare_workdir, "", CONFIG, error=WorkdirError)
 
 
 def test_a_config_of_something_else_than_data_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="not plain data"):
-        prepare_workdir(tmp_path, {"function": print})
+    refused("not plain data", prepare_workdir, tmp_path, {"function": print}, error=TypeError)
     assert flatten_config(plain({"a": {"b": {}}, "c": float("inf")})) == {"a.b": {}, "c": "inf"}
 
 

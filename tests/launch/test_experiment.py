@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from scipy import stats
-from tiny_models import REPOSITORY, TEXT, config_of, save_tiny
+from tiny_models import REPOSITORY, config_of
 from tiny_runs import flags_of, refused, small_run
 
 from ffn_heterogeneity.data.tasks import tasks
@@ -26,13 +26,6 @@ from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TIMES = ("seconds", "tokens_per_second", "compile_seconds", "model", "device")
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    root = tmp_path_factory.mktemp("files")
-    (root / "text.txt").write_text(TEXT)
-    return save_tiny(root / "tiny"), root / "text.txt"
 
 
 def staged(files, **changes):

@@ -2,18 +2,16 @@
 
 import json
 import logging
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 
 import jax
 import pytest
 from tiny_models import REPOSITORY, run_script
+from tiny_runs import metrics, stop_at_batch
 
-from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.workdir import WorkdirError
 from ffn_heterogeneity.launch import experiment, sweep_run
 from ffn_heterogeneity.launch.commands import COMMANDS, Command
@@ -74,11 +72,6 @@ def small(spec, **changes):
     return config
 
 
-def rows_of(workdir):
-    found = read_metrics(workdir / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in found]
-
-
 @pytest.fixture(scope="module")
 def alphas(spec, tmp_path_factory):
     """The finished sweep: its result, its output, and JAX's log of compilations."""
@@ -119,8 +112,8 @@ def test_a_point_is_the_run_alone_and_seeds_share_too(spec, alphas, tmp_path):
     together = shared.Shared(keep_model=False)
     experiment.run(small(spec, losses__nucl__weight=1000.0, seeds=(0, 1)), tmp_path, together)
     assert (together.programs, together.compilations) == (1, 1)
-    rows = [rows_of(tmp_path / name) for name in ("seed_0", "seed_1")]
-    assert rows[0] == rows_of(alphas[0] / "weight=1000") != rows[1]
+    rows = [metrics(tmp_path / name) for name in ("seed_0", "seed_1")]
+    assert rows[0] == metrics(alphas[0] / "weight=1000") != rows[1]
 
 
 def test_finished_points_are_skipped(spec, alphas, monkeypatch, capsys):
@@ -150,18 +143,8 @@ def test_another_sweep_or_another_setting_is_refused(spec, alphas):
 
 
 def test_an_interrupted_sweep_goes_on(spec, alphas, tmp_path, monkeypatch):
-    """After SIGTERM in the second run, the same command ends with the same bits."""
-    from ffn_heterogeneity.data.pipeline import BatchIterator
-
-    inner, calls = BatchIterator.__next__, []
-
-    def interrupting(self):
-        calls.append(1)
-        if len(calls) == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return inner(self)
-
-    monkeypatch.setattr(BatchIterator, "__next__", interrupting)
+    """SIGTERM in the second run; the same command ends with the same bits."""
+    stop_at_batch(monkeypatch, 5)
     with pytest.raises(SystemExit) as stop:
         sweep_run.run(small(spec), tmp_path / "run", spec=spec, sweep="two")
     assert stop.value.code == 143
@@ -169,7 +152,7 @@ def test_an_interrupted_sweep_goes_on(spec, alphas, tmp_path, monkeypatch):
     results = sweep_run.run(small(spec), tmp_path / "run", spec=spec, sweep="two")
     assert (results["ran"], results["finished"]) == (1, 2)
     for name in ("weight=0", "weight=1"):
-        assert rows_of(tmp_path / "run" / name) == rows_of(alphas[0] / name)
+        assert metrics(tmp_path / "run" / name) == metrics(alphas[0] / name)
 
 
 def test_what_a_point_lacks_is_said_before_the_first_runs(spec, tmp_path):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nucl_oracle import gap
 from tiny_models import LLAMA, batch_of, config_of, random_params, tiny_of
 from tiny_runs import refused
 
@@ -51,11 +52,6 @@ def differences(w, step=1e-6):
             down[place] -= h
             slopes[place] = (oracle(up) - oracle(down)) / (2 * h)
     return slopes
-
-
-def gap(got, expected):
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    return np.linalg.norm(got - expected) / np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (7, 5), (40, 12), (3, 1), (64, 100)])

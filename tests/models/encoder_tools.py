@@ -1,14 +1,7 @@
 """Tiny encoders of transformers' own classes."""
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 20,
-    "attn_implementation": "eager",
-}
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 20, "attn_implementation": "eager"}
 # transformers' name of the family -> rows of its table of token types
 TYPES = {"Bert": 2, "Roberta": 1}
 

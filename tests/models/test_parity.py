@@ -25,24 +25,11 @@ from ffn_heterogeneity.tree import flatten
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "attn_implementation": "eager",
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+SIZES |= {"attn_implementation": "eager"}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 # name -> (transformers' name, what differs from SIZES)
 TINY = {

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import random_params, tiny_of
+from tiny_runs import refused
 
 from ffn_heterogeneity.heads import ROOT, head_shapes, make_head
 from ffn_heterogeneity.heads.classification import POOLINGS, Classification
@@ -97,8 +98,7 @@ def test_the_readings_of_the_final_norm_differ_and_last_has_two():
     ]
     for one, other in ((0, 1), (1, 2), (0, 2)):
         assert np.abs(made[one] - made[other]).max() > 1e-2
-    with pytest.raises(ValueError, match="final_norm='none'"):
-        Classification(pooling="last", final_norm="none")
+    refused("final_norm='none'", Classification, pooling="last", final_norm="none")
 
 
 def test_a_scalar_mix_does_not_see_the_scale_of_states():

@@ -3,12 +3,10 @@
 import gzip
 import json
 import os
-import resource
-import time
 
 import pytest
 from tiny_models import run_script, save_tiny
-from tiny_runs import flags_of
+from tiny_runs import bounded, flags_of
 
 OWN = {"data.path": "{text}", "data.validation_fraction": 0, "tensorboard": "false"}
 OWN |= {"steps": 1, "seq_len": 16, "batch_size": 1}
@@ -113,13 +111,11 @@ def places(tmp_path_factory):
 @pytest.mark.parametrize("command, says", CASES, ids=range(len(CASES)))
 def test_one_line(places, tmp_path, command, says):
     script, *flags = (part.format(**places) for part in command)
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    more = ["--output"] if script == "report" else ["--workdir"]
-    done = run_script(script, *flags, f"{more[0]}={tmp_path / 'out'}")
+    more = "--output" if script == "report" else "--workdir"
+    with bounded():
+        done = run_script(script, *flags, f"{more}={tmp_path / 'out'}")
     assert done.code == 2 and "Traceback" not in done.err, done.err[-2000:]
     last = done.err.strip().splitlines()[-1]
     assert last.startswith("error: ") and says in last and len(last) < 1000, last
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "kilobytes"
-    assert time.perf_counter() - start < 20
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in left if path.name in ("results.json", "rows.jsonl")], left

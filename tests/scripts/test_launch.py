@@ -12,9 +12,7 @@ import tomllib
 import pytest
 from packaging.requirements import Requirement
 from tiny_models import REPOSITORY, TEXT, save_tiny
-from tiny_runs import flags_of, run_program
-
-from ffn_heterogeneity.io.metrics import read_metrics
+from tiny_runs import flags_of, metrics, run_program
 
 LAUNCH = REPOSITORY / "scripts" / "launch"
 
@@ -139,11 +137,6 @@ def test_its_own_sigterm_is_passed_on_and_waited_for(tmp_path):
     assert process.wait(timeout=30) == 143 and (tmp_path / "saved").exists()
 
 
-def rows(workdir):
-    found = read_metrics(workdir / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in found]
-
-
 @pytest.mark.slow
 def test_five_preemptions_change_nothing(tmp_path):
     """A run killed (SIGKILL) five times under again.sh writes the metrics of one left alone."""
@@ -165,7 +158,7 @@ def test_five_preemptions_change_nothing(tmp_path):
     for at in (6, 14, 26, 37, 51):
         while process.poll() is None:
             file = tmp_path / "killed" / "metrics.jsonl"
-            steps = [row["step"] for row in rows(tmp_path / "killed")] if file.exists() else [0]
+            steps = [row["step"] for row in metrics(tmp_path / "killed")] if file.exists() else [0]
             if steps and steps[-1] >= at:
                 break
             time.sleep(0.02)
@@ -174,4 +167,4 @@ def test_five_preemptions_change_nothing(tmp_path):
             kills += 1
     _, error = process.communicate(timeout=300)
     assert process.returncode == 0 and kills == 5, error
-    assert rows(tmp_path / "killed") == rows(tmp_path / "plain") != []
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "plain") != []

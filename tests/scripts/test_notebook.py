@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import REPOSITORY, WIDE, byte_tokenizer, random_params
+from tiny_runs import refused
 from tokenizers import pre_tokenizers
 
 from ffn_heterogeneity.io import fetch
@@ -124,7 +125,6 @@ def test_what_the_first_cell_installs(monkeypatch, devices, packages, asked):
 
 def test_what_the_first_cell_says(monkeypatch):
     assert install(monkeypatch, source="/a/checkout") == ["/a/checkout[all]"]
-    with pytest.raises(SystemExit, match="address"):
-        install(monkeypatch, source="")
+    refused("address", install, monkeypatch, error=SystemExit, source="")
     with pytest.raises(SystemExit, match="restart the session.*numpy is newer"):
         install(monkeypatch, packages={"numpy": "1.26"}, newer={"numpy": "2.4"})

@@ -160,18 +160,20 @@ def test_nothing_removed_is_the_same_model(model, tmp_path):
         assert (tmp_path / "model" / name).read_bytes() == (model / name).read_bytes()
 
 
+NOWHERE, SIMILAR = "--config.model=nowhere.gguf", ["--config.criterion=similarity"]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--config.ratio=1"], ["ratio=1.0 must be a number in [0, 1)"]),
-        (["--config.ratio=-0.25"], ["ratio=-0.25 must be a number in [0, 1)"]),
-        (["--config.ratio=nan"], ["ratio=nan must be a number in [0, 1)"]),
         (["--config.count=24"], ["count=24", "24 neurons"]),
         (["--config.layers=2,9"], ["layer 9 is out of range", "0 to 3"]),
-        (["--config.layers=pair:3"], ["layer 4 is out of range"]),
-        (["--config.layers=upper"], ["layers='upper' is not understood", "top"]),
         (["--config.criterion=entropie"], ["'entropie'", "entropy"]),
-        (["--config.budget=all"], ["budget='all'", "global"]),
+        # Before the model is looked for:
+        ([NOWHERE, "--config.budget=all"], ["budget='all'", "global"]),
+        ([NOWHERE, "--config.compensation=lstsq"], ["compensation='lstsq'", "least_squares"]),
+        ([NOWHERE, *SIMILAR, "--config.budget=global"], ["budget='global'", "budget='layer'"]),
         (["--config.export=onnx"], ["export='onnx'", "padded"]),
         (["--config.dtype=int8"], ["dtype='int8'", "bfloat16"]),
         (["--config.revision=main"], ["revision='main'"]),

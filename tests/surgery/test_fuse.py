@@ -2,24 +2,11 @@
 
 import dataclasses
 
+import fusing
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fusing import (
-    CLUSTERED,
-    FIRST,
-    KINDS,
-    NOBODY,
-    apart,
-    block,
-    compressed,
-    fused,
-    logits,
-    model_of,
-    output,
-    repeated,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import LLAMA, run_script, save_tiny, tiny_of
@@ -45,7 +32,7 @@ def kernels(ffn, act, leaves=None):
     with jax.enable_x64(True):
         own = {k: x for k, x in ffn.items() if k != "neuron_scale"}
         rest = {k: jnp.float64(x) for k, x in ffn.items() if k == "neuron_scale"}
-        slope = jax.grad(lambda w, x: jnp.sum(jnp.tanh(output(w | rest, x, act)) * v))
+        slope = jax.grad(lambda w, x: jnp.sum(jnp.tanh(fusing.output(w | rest, x, act)) * v))
         grads = [slope(own, x) for x in jnp.asarray(xs)]
         places = [(name, kind) for kind in ("kernel", "bias") for name in leaves or own]
         flat = [np.concatenate([np.ravel(g[x][kind]) for x, kind in places]) for g in grads]
@@ -57,56 +44,56 @@ def kernels(ffn, act, leaves=None):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("method", CLUSTERED)
+@pytest.mark.parametrize("method", fusing.CLUSTERED)
 def test_as_many_clusters_as_neurons_is_the_same_model(family, method):
-    model = model_of(LLAMA if family == "llama" else tiny_of(family))
-    same, report = fused(model, method=method, ratio=0.0)
+    model = fusing.model_of(LLAMA if family == "llama" else tiny_of(family))
+    same, report = fusing.fused(model, method=method, ratio=0.0)
     assert report["inertia_share"] == 0 and same.config == model.config
-    np.testing.assert_allclose(logits(same), logits(model), atol=1e-5)
+    np.testing.assert_allclose(fusing.logits(same), fusing.logits(model), atol=1e-5)
 
 
-@KINDS
-@pytest.mark.parametrize("method", CLUSTERED)
+@fusing.KINDS
+@pytest.mark.parametrize("method", fusing.CLUSTERED)
 def test_duplicated_neurons_fuse_without_error(gated, method):
     """The multiplicity is unequal, so that P matters; sqrt(P) through GELU is not exact."""
-    ffn, times = block(gated), np.arange(12) % 5 + 1
-    many = repeated(ffn, times)
-    few = compressed(many, method, 12)
+    ffn, times = fusing.block(gated), np.arange(12) % 5 + 1
+    many = fusing.repeated(ffn, times)
+    few = fusing.compressed(many, method, 12)
     x = np.random.default_rng(3).normal(size=(7, 5))
     acts = {"relu": jax.nn.relu, "gelu": ACTIVATIONS["gelu"]}
     with jax.enable_x64(True):
         for name, act in acts.items():
-            error = apart(output(many, x, act), output(few, x, act))
+            error = fusing.apart(fusing.output(many, x, act), fusing.output(few, x, act))
             assert (error < 1e-12) == (gated or name == "relu" or method != "sqrt"), (name, error)
 
 
-@KINDS
+@fusing.KINDS
 def test_the_theorem_of_appendix_b(gated):
     """Fusion keeps the kernel of sign descent, sqrt with ReLU that of SGD (if gated, of up and down
     alone, with any activation); the others keep neither."""
-    many = repeated(block(gated), np.arange(12) % 5 + 1)
+    many = fusing.repeated(fusing.block(gated), np.arange(12) % 5 + 1)
     act = jax.nn.silu if gated else jax.nn.relu
     errors = {}
-    for method in CLUSTERED:
-        few = compressed(many, method, 12)
+    for method in fusing.CLUSTERED:
+        few = fusing.compressed(many, method, 12)
         for leaves in (None, ["up", "down"]):
             pairs = zip(kernels(many, act, leaves), kernels(few, act, leaves), strict=True)
-            errors[method, leaves is None] = [apart(*pair) for pair in pairs]
+            errors[method, leaves is None] = [fusing.apart(*pair) for pair in pairs]
     assert errors["fusion", True][0] < 1e-12
     assert min(errors[name, True][0] for name in ("merged", "sqrt")) > 0.05
     assert errors["sqrt", not gated][1] < 1e-12 and errors["fusion", True][1] > 0.05
     assert (errors["sqrt", True][1] < 1e-12) == (not gated)
 
 
-@KINDS
+@fusing.KINDS
 def test_merged_has_fusions_outputs_and_gradients_but_for_p(gated):
-    ffn, x = block(gated), np.random.default_rng(3).normal(size=(7, 5))
-    apart_, one = (compressed(ffn, method, 5) for method in ("fusion", "merged"))
+    ffn, x = fusing.block(gated), np.random.default_rng(3).normal(size=(7, 5))
+    apart_, one = (fusing.compressed(ffn, method, 5) for method in ("fusion", "merged"))
     factor = apart_.pop("neuron_scale")
     assert "neuron_scale" not in one and factor.sum() == 12
 
     def loss(w, more):
-        return jnp.sum(jnp.sin(output(w | more, x, jax.nn.gelu)))
+        return jnp.sum(jnp.sin(fusing.output(w | more, x, jax.nn.gelu)))
 
     with jax.enable_x64(True):
         a, da = jax.value_and_grad(loss)(apart_, {"neuron_scale": jnp.asarray(factor)})
@@ -126,14 +113,14 @@ def test_merged_has_fusions_outputs_and_gradients_but_for_p(gated):
 def test_the_bound_of_appendix_c(seed, c, name):
     """Plain, without biases: |H - H~| <= L (C2 CX + C1 CX) eps + L CX eps^2."""
     lipschitz = {"relu": 1.0, "gelu": 1.129, "silu": 1.100}[name]
-    ffn = block(gated=False, seed=seed)
+    ffn = fusing.block(gated=False, seed=seed)
     for leaves in ffn.values():
         leaves["bias"][:] = 0
-    few, facts = fuse_block(ffn, FIRST, Fusion(ratio=1 - c / 12), NOBODY)
+    few, facts = fuse_block(ffn, fusing.FIRST, Fusion(ratio=1 - c / 12), fusing.NOBODY)
     eps = np.sqrt(facts["inertia_share"]) * np.linalg.norm(joined(rows_of(ffn, 0)))
     x, act = np.random.default_rng(seed).normal(size=(4, 5)), ACTIVATIONS[name]
     with jax.enable_x64(True):
-        error = np.linalg.norm(output(ffn, x, act) - output(few, x, act))
+        error = np.linalg.norm(fusing.output(ffn, x, act) - fusing.output(few, x, act))
     c1, c2 = (np.linalg.norm(ffn[side]["kernel"], 2) for side in ("up", "down"))
     cx = np.linalg.norm(x)
     assert error <= lipschitz * cx * ((c1 + c2) * eps + eps**2) + 1e-12
@@ -144,17 +131,19 @@ def test_the_bound_of_appendix_c(seed, c, name):
 
 def test_canonical_neurons_are_the_same_function():
     """Copies of a neuron at other scales and signs are one cluster only in canonical form."""
-    ffn, rng = block(gated=True), np.random.default_rng(4)
-    many = repeated(ffn, np.arange(12) % 5 + 1)
+    ffn, rng = fusing.block(gated=True), np.random.default_rng(4)
+    many = fusing.repeated(ffn, np.arange(12) % 5 + 1)
     m = many["down"]["kernel"].shape[0]
     scale = rng.choice([-1, 1], m) * rng.uniform(0.2, 5, m)
     many["up"] = {leaf: x * scale for leaf, x in many["up"].items()}
     many["down"]["kernel"] = many["down"]["kernel"] / scale[:, None]
-    few = {flag: compressed(many, "fusion", 12, canonical=flag) for flag in (True, False)}
+    few = {flag: fusing.compressed(many, "fusion", 12, canonical=flag) for flag in (True, False)}
     x = rng.normal(size=(7, 5))
     with jax.enable_x64(True):
-        whole, *outputs = (output(one, x, ACTIVATIONS["silu"]) for one in (many, *few.values()))
-        errors = {flag: apart(one, whole) for flag, one in zip(few, outputs, strict=True)}
+        whole, *outputs = (
+            fusing.output(one, x, ACTIVATIONS["silu"]) for one in (many, *few.values())
+        )
+        errors = {flag: fusing.apart(one, whole) for flag, one in zip(few, outputs, strict=True)}
     assert errors[True] < 1e-12 < 0.05 < errors[False]
     rows = canonical(rows_of(many, 0))
     up = np.concatenate([rows["up", "kernel"], rows["up", "bias"]], 1)
@@ -163,9 +152,9 @@ def test_canonical_neurons_are_the_same_function():
     )
 
 
-@KINDS
+@fusing.KINDS
 def test_rows_are_the_block_and_back(gated):
-    ffn = block(gated)
+    ffn = fusing.block(gated)
     rows = rows_of(ffn, 0)
     points = joined(rows)
     assert points.shape == (12, 5 + 5 + 1 + (6 if gated else 0))
@@ -191,8 +180,8 @@ def test_sketches_are_normal_mixtures_and_the_hybrid_keeps_the_loudest():
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_massive_neurons_are_spared(method):
-    model = model_of()
-    few, report = fused(model, method=method, ratio=0.5, spare=3)
+    model = fusing.model_of()
+    few, report = fusing.fused(model, method=method, ratio=0.5, spare=3)
     widths = set(report["ffn_widths_after"])
     assert widths == {width // 2 for width in model.config.ffn_widths}
     found = massive_weights(model.config, model.params)
@@ -204,15 +193,15 @@ def test_massive_neurons_are_spared(method):
 
 
 def test_only_the_layers_named_are_compressed_and_nothing_given_changes():
-    model = model_of()
+    model = fusing.model_of()
     before = jax.tree.map(np.copy, model.params)
-    few, report = fused(model, method="fusion", ratio=0.5, layers="1")
+    few, report = fusing.fused(model, method="fusion", ratio=0.5, layers="1")
     widths = [w // 2 if i == 1 else w for i, w in enumerate(model.config.ffn_widths)]
     assert report["ffn_widths_after"] == widths == list(few.config.ffn_widths)
     jax.tree.map(np.testing.assert_array_equal, model.params, before)
-    again, _ = fused(model, method="fusion", ratio=0.5, layers="1")
+    again, _ = fusing.fused(model, method="fusion", ratio=0.5, layers="1")
     jax.tree.map(np.testing.assert_array_equal, few.params, again.params)
-    assert np.isfinite(logits(few)).all()
+    assert np.isfinite(fusing.logits(few)).all()
 
 
 # ---- files and errors
@@ -229,7 +218,7 @@ def test_p_is_kept_by_a_save_and_multiplied_in_for_others(tmp_path):
     scales = [layer["ffn"].get("neuron_scale") for layer in unstack(kept.params)["layers"]]
     assert all(scale is not None and scale.sum() == 24 for scale in scales)
     assert all("neuron_scale" not in layer["ffn"] for layer in unstack(padded.params)["layers"])
-    np.testing.assert_allclose(logits(kept), logits(padded), atol=1e-5)
+    np.testing.assert_allclose(fusing.logits(kept), fusing.logits(padded), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -246,19 +235,19 @@ def test_p_is_kept_by_a_save_and_multiplied_in_for_others(tmp_path):
     ],
 )
 def test_bad_settings_are_refused(settings_, words):
-    refused(words, fused, model_of(), **settings_)
+    refused(words, fusing.fused, fusing.model_of(), **settings_)
 
 
 def test_blocks_that_cannot_be_fused_are_named():
-    adapted, _ = SURGERIES["lora"](model_of(), {"targets": "layers/2/ffn/up"})
-    refused(r"layer 2 has ffn/up/lora_a: fold the model first", fused, adapted)
-    twice, _ = fused(model_of(), ratio=0.25)
-    refused(r"layer 0 has ffn/neuron_scale: fold the model first", fused, twice)
+    adapted, _ = SURGERIES["lora"](fusing.model_of(), {"targets": "layers/2/ffn/up"})
+    refused(r"layer 2 has ffn/up/lora_a: fold the model first", fusing.fused, adapted)
+    twice, _ = fusing.fused(fusing.model_of(), ratio=0.25)
+    refused(r"layer 0 has ffn/neuron_scale: fold the model first", fusing.fused, twice)
     folded, _ = SURGERIES["fold"](twice, {})
-    assert fused(folded, ratio=0.5)[1]["inertia_share"] > 0
+    assert fusing.fused(folded, ratio=0.5)[1]["inertia_share"] > 0
     with pytest.raises(ValueError, match="layer 0: canonical=True needs a gated block"):
-        fused(model_of(tiny_of("bert")), canonical=True)
-    bad = jax.tree.map(np.array, model_of().params)
+        fusing.fused(fusing.model_of(tiny_of("bert")), canonical=True)
+    bad = jax.tree.map(np.array, fusing.model_of().params)
     for leaf in jax.tree.leaves(bad):
         leaf[..., -1] = np.nan
-    refused("layer 0: ffn/down/kernel holds NaN", fused, model_of(params=bad))
+    refused("layer 0: ffn/down/kernel holds NaN", fusing.fused, fusing.model_of(params=bad))

@@ -1,5 +1,6 @@
 """kill_toy.py for a tiny Llama on eight fake devices: `kill_mesh.py <workdir> <steps> <d,f,t>`."""
 
+import functools
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from absl import logging
 from mesh_program import HYPER, build, models
 from tiny_models import batch_of
+from train_toy import ToyBatches
 
 from ffn_heterogeneity.train.loop import LoopConfig, Program, TrainLoop
 
@@ -20,25 +22,6 @@ ROWS, ACCUMULATION = 16, 2
 # different rounding to 1.07e-5 of the gradient's norm (seen at step 50), and a lost step is as
 # visible at this rate.
 RATE = 0.01
-
-
-class Batches:
-    """Endless batches, determined by position."""
-
-    position = 0
-
-    def __init__(self, vocab: int):
-        self.vocab = vocab
-
-    def __next__(self):
-        self.position += 1
-        return batch_of(self.vocab, rows=ROWS, seed=self.position)
-
-    def get_state(self):
-        return {"position": self.position}
-
-    def set_state(self, state):
-        self.position = state["position"]
 
 
 def main(workdir: Path, steps: int, sizes: tuple[int, ...]) -> None:
@@ -51,7 +34,8 @@ def main(workdir: Path, steps: int, sizes: tuple[int, ...]) -> None:
     rates = {"learning_rate": RATE, "alpha": float(HYPER["alpha"])}
     program = Program(step, lambda step: rates, shardings=placed)
     when = LoopConfig(steps, checkpoint_every=2, accumulation=ACCUMULATION, tensorboard=False)
-    loop = TrainLoop(when, program, state, Batches(config.vocab_size), workdir)
+    batches = ToyBatches(ROWS, make=functools.partial(batch_of, config.vocab_size))
+    loop = TrainLoop(when, program, state, batches, workdir)
     result = loop.run()
     (workdir / "end.json").write_text(json.dumps({"step": result.step}))
 

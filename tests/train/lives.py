@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tiny_models import REPOSITORY
 
-from ffn_heterogeneity.io.metrics import read_metrics
-
 PROGRAM = Path(__file__).with_name("kill_toy.py")
 
 
@@ -72,11 +70,6 @@ def half_saved(workdir):
 def whole(workdir):
     names = [path.name for path in (workdir / "checkpoints").glob("[0-9]*")]
     return sorted(int(name) for name in names if name.isdigit())
-
-
-def rows(workdir):
-    found = read_metrics(workdir / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in found]
 
 
 class Launch(Life):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import TEXT, config_of, save_tiny
+from tiny_runs import refused
 
 from ffn_heterogeneity.io.load import Model, load_config
 from ffn_heterogeneity.launch import train as run
@@ -198,8 +199,7 @@ def test_only_the_config_is_read(tmp_path):
     ],
 )
 def test_what_cannot_be_planned_is_named(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        planned(tmp_path, **({"model": "gemma2_2b"} | changes))
+    refused(message, planned, tmp_path, **{"model": "gemma2_2b"} | changes)
     assert not (tmp_path / "plan.json").exists()
 
 

@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 import pytest
-from lives import PROGRAM, Launch, Life, files, half_exported, half_saved, rows, whole
+from lives import PROGRAM, Launch, Life, files, half_exported, half_saved, whole
 from tiny_models import TEXT, save_tiny
-from tiny_runs import flags_of
+from tiny_runs import flags_of, metrics
 
 BEST = "validation/nll"
 
@@ -53,7 +53,7 @@ def drill(directory, cache, steps, kills, seed):
     reference = Life(directory / "plain", steps, cache)
     reference.go()
     assert reference.end()[0] == 0
-    expected = rows(directory / "plain")
+    expected = metrics(directory / "plain")
     values = {row["step"]: row[BEST] for row in expected if BEST in row}
     workdir, chance, inside = directory / "killed", random.Random(seed), 0
     life = Life(workdir, steps, cache)
@@ -74,7 +74,7 @@ def drill(directory, cache, steps, kills, seed):
     life.go()
     code, output = life.end()
     assert code == 0, output
-    assert rows(workdir) == expected
+    assert metrics(workdir) == expected
     ends = [json.loads((directory / x / "end.json").read_text()) for x in ("plain", "killed")]
     assert ends[0] == ends[1] and ends[0]["best_step"] == min(values, key=values.get)
     assert not half_saved(workdir)
@@ -104,7 +104,7 @@ def drill_on_meshes(directory, cache, steps, meshes):
     following.go()
     code, output = following.end()
     assert code == 0, output
-    first, second = rows(directory / "plain"), rows(workdir)
+    first, second = metrics(directory / "plain"), metrics(workdir)
     assert [row["step"] for row in first] == list(range(1, steps + 1))
     assert [row["step"] for row in second] == list(range(1, steps + 1))
     for one, other in zip(first, second, strict=True):
@@ -162,7 +162,7 @@ def test_forty_launches_killed(tmp_path, cache):
     last = Launch(workdir, flags, cache)
     code, output = last.end()
     assert code == 0, output
-    assert rows(workdir) == rows(plain) and lasting(workdir) == lasting(plain)
+    assert metrics(workdir) == metrics(plain) and lasting(workdir) == lasting(plain)
     assert files(workdir) == files(plain)
     print(counts)
     assert counts["start"] == counts["step"] == 10
@@ -187,7 +187,7 @@ def test_sigterm_saves_within_ten_seconds(tmp_path, cache):
     seconds = time.monotonic() - start
     assert code == 143 and seconds < 10, output
     assert f"stopped at step {whole(tmp_path)[-1]}; to resume: " in output
-    assert rows(tmp_path)[-1]["step"] == whole(tmp_path)[-1] and not half_saved(tmp_path)
+    assert metrics(tmp_path)[-1]["step"] == whole(tmp_path)[-1] and not half_saved(tmp_path)
     print(f"saved and ended {seconds:.2f} s after SIGTERM")
 
 
@@ -208,12 +208,12 @@ def test_a_terminal_that_closes(tmp_path, cache):
     os.close(inside)
     os.write(terminal, b"go\n")
     deadline = time.monotonic() + 60
-    while len(rows(tmp_path) if (tmp_path / "metrics.jsonl").exists() else ()) < 5:
+    while len(metrics(tmp_path) if (tmp_path / "metrics.jsonl").exists() else ()) < 5:
         assert time.monotonic() < deadline and process.poll() is None
         os.read(terminal, 4096)
     os.close(terminal)
     assert process.wait(timeout=60) == 129
-    assert rows(tmp_path)[-1]["step"] == whole(tmp_path)[-1] and not half_saved(tmp_path)
+    assert metrics(tmp_path)[-1]["step"] == whole(tmp_path)[-1] and not half_saved(tmp_path)
 
 
 def test_a_terminal_that_is_gone_before_its_signal(tmp_path):

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 from tiny_models import no_file_beyond
-from tiny_runs import refused
+from tiny_runs import metrics, refused
 from train_toy import HYPER, L1, NLL, NORM, TOY, ToyBatches, toy_batch, toy_forward, toy_params
 
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
+from ffn_heterogeneity.io.metrics import MetricsWriter
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models.leaves import declared
@@ -76,12 +76,6 @@ def replace_hook(loop, function) -> None:
     (hook,) = loop.hooks
     inner = functools.partial(function, hook.function)
     loop.hooks = (Hook(inner, hook.every),)
-
-
-def metrics(workdir):
-    """All rows without times."""
-    rows = read_metrics(workdir / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in rows]
 
 
 def bits(tree):
@@ -204,8 +198,7 @@ def test_an_evaluation_made_up_for_is_not_written_twice(whole, tmp_path):
     def crash(position):
         raise OSError("killed")
 
-    with pytest.raises(OSError, match="killed"):
-        interrupted(make_loop(tmp_path, hook=crash), then=True).run()
+    refused("killed", interrupted(make_loop(tmp_path, hook=crash), then=True).run, error=OSError)
     assert metrics(tmp_path)[-1]["step"] == 8 and "validation/nll" in metrics(tmp_path)[-1]
     again = make_loop(tmp_path).run()
     assert metrics(tmp_path) == metrics(whole[0]) and again.best == whole[1].best
@@ -321,8 +314,7 @@ def test_data_that_ends_early_is_an_error_and_saved(tmp_path):
         if position == 3:
             raise StopIteration
 
-    with pytest.raises(ValueError, match="ended after 3 of 12 steps"):
-        make_loop(tmp_path, hook=hook).run()
+    refused("ended after 3 of 12 steps", make_loop(tmp_path, hook=hook).run)
     assert Checkpoints(tmp_path / "checkpoints").latest_step() == 3
 
 

@@ -10,8 +10,8 @@ from pydoc_data.topics import topics
 import jax
 import numpy as np
 import pytest
-from test_loop import metrics
 from tiny_models import LLAMA, byte_tokenizer, card_differs
+from tiny_runs import metrics, stop_at_batch
 
 from ffn_heterogeneity.data.corpus.prepare import prepare
 from ffn_heterogeneity.data.corpus.shards import check_vocabulary
@@ -164,20 +164,7 @@ def test_a_complete_run_is_only_read(files, finished, capsys):
 
 
 def test_an_interrupted_run_ends_with_the_same_numbers(files, finished, tmp_path, monkeypatch):
-    import os
-    import signal
-
-    from ffn_heterogeneity.data.pipeline import BatchIterator
-
-    inner, calls = BatchIterator.__next__, []
-
-    def interrupting(self):
-        calls.append(1)
-        if len(calls) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return inner(self)
-
-    monkeypatch.setattr(BatchIterator, "__next__", interrupting)
+    stop_at_batch(monkeypatch, 4)
     with pytest.raises(SystemExit) as stop:
         training.run(make_config(files), tmp_path / "b")
     assert stop.value.code == 143 and not (tmp_path / "b" / "results.json").exists()

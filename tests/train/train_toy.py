@@ -86,14 +86,14 @@ def toy_batch(rows: int, length: int = 7, seed: int = 0) -> dict:
 class ToyBatches:
     """Endless batches, determined by position; `hook(position)` runs before each batch."""
 
-    def __init__(self, rows: int = 4, hook=None):
-        self.rows, self.position, self.hook = rows, 0, hook
+    def __init__(self, rows: int = 4, hook=None, make=toy_batch):
+        self.rows, self.position, self.hook, self.make = rows, 0, hook, make
 
     def __next__(self):
         if self.hook:
             self.hook(self.position)
         self.position += 1
-        return toy_batch(self.rows, seed=self.position)
+        return self.make(rows=self.rows, seed=self.position)
 
     def get_state(self):
         return {"position": self.position}
