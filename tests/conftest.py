@@ -80,7 +80,7 @@ REQUIREMENTS = {
 
 def pytest_collection_modifyitems(config, items):
     in_ci = os.environ.get("CI") == "true"
-    kept = []
+    selected = []
     for item in items:
         if item.get_closest_marker("slow") and os.environ.get("RUN_SLOW") != "1":
             LEFT_OUT.setdefault("slow, part of `make test-all`", []).append(item.nodeid)
@@ -95,12 +95,12 @@ def pytest_collection_modifyitems(config, items):
         if reasons:
             LEFT_OUT.setdefault(reasons[0], []).append(item.nodeid)
         else:
-            kept.append(item)
+            selected.append(item)
     # Workers take whole files in this order: the longest first, or one works alone at the end.
-    kept.sort(key=lambda item: item.path.name not in LONG)
-    if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    selected.sort(key=lambda item: item.path.name not in LONG)
+    if len(selected) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = selected
 
 
 def pytest_collection_finish(session):

@@ -5,7 +5,7 @@ import numpy as np
 
 def displacement(states: list[np.ndarray], counted: np.ndarray) -> np.ndarray:
     """Psi_1 .. Psi_L of hidden states h_0 .. h_L ([B, T, D] each), averaged over counted tokens."""
-    found = []
+    psi = []
     for before, after in zip(states[:-1], states[1:], strict=True):
         a, b = np.asarray(before, np.float64), np.asarray(after, np.float64)
         total, count = 0.0, 0
@@ -13,8 +13,8 @@ def displacement(states: list[np.ndarray], counted: np.ndarray) -> np.ndarray:
             norms = np.linalg.norm(a[i, j]) * np.linalg.norm(b[i, j])
             total += (1 - (a[i, j] @ b[i, j] / norms if norms else 0.0)) / 2
             count += 1
-        found.append(total / count)
-    return np.array(found)
+        psi.append(total / count)
+    return np.array(psi)
 
 
 def jump_rate(psi: np.ndarray, first: int) -> float:

@@ -163,23 +163,23 @@ def encoders() -> dict:
         value, gradient = jax.device_get(jax.jit(jax.value_and_grad(loss))(placed, rows))
         return float(value), flatten(gradient)
 
-    (alone, reference), found = run((1, 1, 1)), {}
+    (alone, reference), errors = run((1, 1, 1)), {}
     for shape in ((8, 1, 1), (2, 2, 2)):
         value, gradient = run(shape)
-        found[str(shape)] = max(abs(value / alone - 1), worst(reference, gradient))
-    return found
+        errors[str(shape)] = max(abs(value / alone - 1), worst(reference, gradient))
+    return errors
 
 
 def five() -> dict:
     """Every piece of every paper (configs/five.py), in float32."""
-    found = []
+    results = []
     with tempfile.TemporaryDirectory() as root:
         config = test_five.sgd(test_five.write(Path(root)))
         model = starting_from(config)
         for shape in ((1, 1, 1), (2, 2, 2)):
             built = plan(config, test_five.mesh(*shape), model)
-            found.append(test_five.gradients(built, config, model.params, test_five.batch_of()))
-    (one, alone), (other, here) = found
+            results.append(test_five.gradients(built, config, model.params, test_five.batch_of()))
+    (one, alone), (other, here) = results
     trained = [path for path in one if np.any(one[path])]
     return {
         "loss": abs(here["loss"] / alone["loss"] - 1),
@@ -191,15 +191,15 @@ def generation() -> dict:
     """Tokens of every mesh (None: one device, no mesh), greedy and drawn, windows included."""
     config = dataclasses.replace(models()["gemma2"], eos_id=None, n_kv_heads=2)
     prompts = [[0, 5, 9], [0, 4, 1, 12, 13, 14, 15], [7], [0, 20, 10, 17, 3], [0, 1]]
-    found = {}
+    generated = {}
     for shape in (None, (2, 2, 2), (1, 2, 4)):
         mesh = shape and partition.make_mesh(*shape)
         made = Generator(config, random_params(config), mesh=mesh, batch_size=4)
         for temperature in (0.0, 1.0):
             sampling = Sampling(max_new_tokens=20, temperature=temperature, seed=5)
             tokens = [one.tokens for one in made(prompts, sampling, progress=None)]
-            found.setdefault(str(temperature), {})[str(shape)] = tokens
-    return found
+            generated.setdefault(str(temperature), {})[str(shape)] = tokens
+    return generated
 
 
 def moved(compiled) -> list[tuple[str, list[list[int]]]]:

@@ -71,15 +71,15 @@ def test_adapter(adapter):
         leaves = leaves_of(adapter, rng, kernel)
         assert set(leaves) == set(adapter.leaves)
         tree = leaves if adapter.base else {"kernel": kernel, **leaves}
-        found = effective_kernel(tree)
-        assert found.shape == shape and found.dtype == np.float32
-        assert np.isfinite(found).all() and not np.array_equal(found, kernel)
+        effective = effective_kernel(tree)
+        assert effective.shape == shape and effective.dtype == np.float32
+        assert np.isfinite(effective).all() and not np.array_equal(effective, kernel)
         if len(shape) == 2:
             x, linear = rng.normal(size=(4, n)).astype(np.float32), Linear(5)
-            np.testing.assert_allclose(linear.apply({"params": tree}, x), x @ found, atol=1e-5)
+            np.testing.assert_allclose(linear.apply({"params": tree}, x), x @ effective, atol=1e-5)
         else:
             one = effective_kernel(jax.tree.map(lambda leaf: leaf[1], tree))
-            np.testing.assert_allclose(found[1], one, rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(effective[1], one, rtol=1e-6, atol=1e-7)
 
         def total(tree):
             return jnp.sum(effective_kernel(tree) ** 2)
@@ -98,10 +98,10 @@ def test_adapter_in_a_model(adapter):
     config = WIDE if adapter.base else LLAMA
     rng, tree = np.random.default_rng(0), unstack(random_params(config))
     for layer in tree["layers"]:
-        for part in (*layer["ffn"].values(), *layer["attention"].values()):
-            part.update(leaves_of(adapter, rng, part["kernel"]))
+        for linear in (*layer["ffn"].values(), *layer["attention"].values()):
+            linear.update(leaves_of(adapter, rng, linear["kernel"]))
             if adapter.base:
-                del part["kernel"]
+                del linear["kernel"]
     params = restack(config, tree)
     unread = {path.split("/")[-1] for path in unused_leaves(config, params)}
     assert unread == set(adapter.for_losses)

@@ -107,9 +107,9 @@ def test_a_task(copy):
     """The new task trains, and its questions are answered and scored."""
     # (Without its structure: only the copy knows the adapter.)
     shutil.rmtree(copy / "solved" / "model" / "structure")
-    told = json.loads((copy / "solved" / "model" / "config.json").read_text())
-    del told["ffn_heterogeneity"]
-    (copy / "solved" / "model" / "config.json").write_text(json.dumps(told))
+    config = json.loads((copy / "solved" / "model" / "config.json").read_text())
+    del config["ffn_heterogeneity"]
+    (copy / "solved" / "model" / "config.json").write_text(json.dumps(config))
     before, after = (flatten(load_model(copy / x).params) for x in ("tiny", "solved/model"))
     down, attention = (f"stack/segment_0/slot_0/{x}/kernel" for x in ("ffn/down", "attention/out"))
     gains = after[down] / before[down]

@@ -27,18 +27,18 @@ def room(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    found = set()
+    imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ffn_heterogeneity"):
             inside = node.module.split(".")[1:]
-            found |= {".".join(inside)} if inside else {alias.name for alias in node.names}
+            imported |= {".".join(inside)} if inside else {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {
+            imported |= {
                 alias.name.partition(".")[2]
                 for alias in node.names
                 if alias.name.startswith("ffn_heterogeneity.")
             }
-    return found
+    return imported
 
 
 def sources(*tops: str) -> list[Path]:
@@ -137,26 +137,26 @@ def test_docstrings_open_with_what_the_thing_is():
         r"|Over|Under|Within|Inside|After|Before|Behind|Between|Beside|Among|Through|Per|Via)\b"
     )
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
-    found = []
+    violations = []
     for path in PACKAGE.rglob("*.py"):
         nodes = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, kinds)]
         for node in nodes:
             name, text = getattr(node, "name", "the module"), ast.get_docstring(node) or ""
             if opening.match(text) and not name.startswith("_"):
-                found.append(f"{path.name}: {name}: {text.splitlines()[0]}")
-    assert not found, found
+                violations.append(f"{path.name}: {name}: {text.splitlines()[0]}")
+    assert not violations, violations
 
 
 def test_the_trainer_names_no_paper():
     """What a paper adds reaches train/ through registries, specs and configs."""
     papers = r"nucl|jreg|massive|macdrop|p32|fusion"
     named = re.compile(rf"\b(\w*_)?({papers})(_\w*)?\b|\b(Table|Figure) \d", re.I)
-    found = [
+    violations = [
         f"{path.name}: {match[0]}"
         for path in sorted((PACKAGE / "train").glob("*.py"))
         for match in named.finditer(path.read_text())
     ]
-    assert not found, found
+    assert not violations, violations
 
 
 def test_families_and_scripts_stay_short():

@@ -94,7 +94,9 @@ def test_every_key_can_be_set_on_the_command_line(name):
     path = str(REPOSITORY / "configs" / f"{name}.py")
     values = {}
     for key in flatten_config(config_of(name).to_dict()):
-        value = functools.reduce(lambda node, part: node[part], key.split("."), config_of(name))
+        value = functools.reduce(
+            lambda node, segment: node[segment], key.split("."), config_of(name)
+        )
         values[key] = "1" if value is None else value
     argv = ["x", f"--config={path}", *(f"--config.{k}={v}" for k, v in values.items())]
     flag_values = flags.FlagValues()
@@ -148,8 +150,8 @@ def test_preset(name):
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id)
     abstract = causal_lm.abstract_params(config)
     assert all(partition.trainable_mask(declared(config, abstract)).values())
-    found = flatten(jax.eval_shape(unstack, abstract))
-    assert {path: leaf.shape for path, leaf in found.items()} == families.expected_shapes(config)
+    leaves = flatten(jax.eval_shape(unstack, abstract))
+    assert {path: leaf.shape for path, leaf in leaves.items()} == families.expected_shapes(config)
 
 
 # ---- probes
@@ -202,11 +204,11 @@ def test_probe(name, config):
         assert_finite((seen, gradient))
         parts = [results_and_gradient(params, only(rows))[0] for rows in ([0], [1, 2])]
         if probe.kind == "sum":  # the parts of a batch add up to the whole
-            found = jax.tree.map(jnp.add, *parts)
+            combined = jax.tree.map(jnp.add, *parts)
         else:  # a row's result does not depend on the other rows
-            found = jax.tree.map(lambda a, b: jnp.concatenate([a[:, :1], b[:, 1:]], 1), *parts)
+            combined = jax.tree.map(lambda a, b: jnp.concatenate([a[:, :1], b[:, 1:]], 1), *parts)
         close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-        jax.tree.map(close, seen, found)
+        jax.tree.map(close, seen, combined)
         # Padding says nothing.
         tokens = np.where(batch["segment_ids"] == 0, 5, batch["tokens"])
         other, _ = results_and_gradient(params, {**batch, "tokens": tokens})
@@ -293,15 +295,15 @@ def test_term(name, settings, family):
     assert other.total != value.total
     for tree in (params, with_zeros(config, params), jax.tree.map(jnp.zeros_like, params)):
         assert_finite(evaluate(tree, batch))
-    found = {path: bool(np.any(leaf)) for path, leaf in flatten(gradient).items()}
+    active = {path: bool(np.any(leaf)) for path, leaf in flatten(gradient).items()}
     if term.on == "params":
         for pattern in term.targets:
-            assert any(found[path] for path in found if re.search(pattern, path)), pattern
-        for path, acts in found.items():
+            assert any(active[path] for path in active if re.search(pattern, path)), pattern
+        for path, acts in active.items():
             assert not acts or any(re.search(pattern, path) for pattern in term.targets), path
     else:
         # A term may read only the layers, before the final norm and the head.
-        assert all(acts for path, acts in found.items() if path.startswith(("stack/", "embed/")))
+        assert all(acts for path, acts in active.items() if path.startswith(("stack/", "embed/")))
         nothing = {**batch, "valid": np.zeros_like(batch["valid"])}
         nothing = {**nothing, "loss_mask": np.zeros_like(batch["loss_mask"])}
         nothing["segment_ids"] = np.zeros_like(batch["segment_ids"])
@@ -324,16 +326,16 @@ def test_criterion(name, dtype):
     ffn["down"]["kernel"][4] = 0
     seen = {key: rng.random(12) for key in ("bos", "mean", "signed")}
     seen |= {"norm": 10 + rng.random(12), "tokens": 50}
-    own = {"layer": 0, "activations": seen}
+    arguments = {"layer": 0, "activations": seen}
     before = jax.tree.map(np.copy, ffn)
-    scores = layer_scores(name, ffn, **own)
+    scores = layer_scores(name, ffn, **arguments)
     assert scores.shape == (12,) and scores.dtype == np.float64
     assert np.isfinite(np.delete(scores, 4)).all() and not np.isnan(scores[4])
-    np.testing.assert_array_equal(scores, layer_scores(name, ffn, **own))
+    np.testing.assert_array_equal(scores, layer_scores(name, ffn, **arguments))
     jax.tree.map(np.testing.assert_array_equal, ffn, before)
     assert len(set(scores)) == 12, "this is no constant"
     alive = np.delete(np.arange(12), 4)
-    reverse = layer_scores(name, ffn, **own, reverse=True)
+    reverse = layer_scores(name, ffn, **arguments, reverse=True)
     assert np.argsort(reverse[alive]).tolist() == np.argsort(scores[alive])[::-1].tolist()
     listed = (REPOSITORY / "configs" / "prune.py").read_text()
     assert re.search(rf"#.*\b{name}\b", listed), "configs/prune.py names every criterion"

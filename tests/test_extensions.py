@@ -64,11 +64,11 @@ def test_a_term_that_returns_something_else(returned, shapes):
     with refused(*message):
         make_params_metrics([on_params]).lower({"w": ONE})
     state = types.SimpleNamespace(params={"w": ONE}, step=0, key=np.zeros(2, np.uint32))
-    whole, hyper = {k: v[None] for k, v in nothing.items()}, {"learning_rate": ONE}
+    batches, hyper = {k: v[None] for k, v in nothing.items()}, {"learning_rate": ONE}
     for term in (on_outputs, on_params):
         step = make_train_step(forward, [term], None, {"w": True}).__wrapped__
         with refused(*message):
-            step(state, whole, hyper)
+            step(state, batches, hyper)
 
 
 def test_a_probe_that_a_term_forgot():

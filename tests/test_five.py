@@ -54,7 +54,7 @@ def write(root):
 
 
 def config_for(files, pieces=ALL, **changes):
-    own = {
+    settings = {
         "data__path": str(files / "rows.jsonl"),
         "data__validation_path": str(files / "rows.jsonl"),
         "fields": "sentence",
@@ -66,11 +66,13 @@ def config_for(files, pieces=ALL, **changes):
         "tensorboard": False,
     }
     if "fuse" in pieces:
-        own["fuse__ratio"] = 0.5
+        settings["fuse__ratio"] = 0.5
     if "macdrop" in pieces:
-        own["macdrop__k"] = 2
-    own |= {f"{name}__rank": 2 for name in ("lora", "dora") if name in pieces}
-    return config_of("five", ",".join((f"{files / 'llama'}", "labels", *pieces)), **(own | changes))
+        settings["macdrop__k"] = 2
+    settings |= {f"{name}__rank": 2 for name in ("lora", "dora") if name in pieces}
+    return config_of(
+        "five", ",".join((f"{files / 'llama'}", "labels", *pieces)), **(settings | changes)
+    )
 
 
 def mesh(*shape):
@@ -91,13 +93,13 @@ def batch_of(seed=1):
 
 
 def subsets(count: int) -> list[tuple[str, ...]]:
-    rng, found = np.random.default_rng(16), {}
-    while len(found) < count:
+    rng, drawn = np.random.default_rng(16), {}
+    while len(drawn) < count:
         chosen = {name for name in (*ALL, "lora") if rng.random() < 0.5}
         chosen -= {"lora"} if "dora" in chosen else set()
         chosen -= {"layerwise"} if "fuse" not in chosen else set()
-        found[tuple(name for name in (*ALL, "lora") if name in chosen) or ("head",)] = True
-    return list(found)
+        drawn[tuple(name for name in (*ALL, "lora") if name in chosen) or ("head",)] = True
+    return list(drawn)
 
 
 @pytest.mark.parametrize("pieces", subsets(24), ids="+".join)
@@ -121,15 +123,15 @@ def test_any_subset(files, pieces):
 
 
 def scans(jaxpr) -> int:
-    found = 0
+    count = 0
     for equation in jaxpr.eqns:
         inner = jax.tree.leaves(
             tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
         )
-        found += equation.primitive.name == "scan"
-        found += sum(scans(getattr(x, "jaxpr", x)) for x in inner
+        count += equation.primitive.name == "scan"
+        count += sum(scans(getattr(x, "jaxpr", x)) for x in inner
                      if hasattr(getattr(x, "jaxpr", x), "eqns"))  # fmt: skip
-    return found
+    return count
 
 
 def test_all_pieces_run_in_the_scans_of_the_plain_model(files):
@@ -152,10 +154,10 @@ def test_what_pieces_cost_is_timed_in_turns(files):
     config = config_of("benchmark", configs=("d/all.py:m", "d/few.py:m"), batch=4, seq_len=32,
                        repetitions=2)  # fmt: skip
     pieces = {"d/all.py:m": ("dora", "p32", "jreg"), "d/few.py:m": ("dora",)}
-    found = benchmark_steps(config, lambda spec: config_for(files, pieces[spec]))
-    (label, (_, low, high)) = next(iter(found["ratios"].items()))
+    results = benchmark_steps(config, lambda spec: config_for(files, pieces[spec]))
+    (label, (_, low, high)) = next(iter(results["ratios"].items()))
     assert label == "all.py:m / few.py:m" and 0 < low <= high
-    every, few = (found["programs"][name] for name in ("all.py:m", "few.py:m"))
+    every, few = (results["programs"][name] for name in ("all.py:m", "few.py:m"))
     assert every["bytes"] > few["bytes"] > every["temporary_mb"]
     config.configs = config.configs[:1]
     refused("name two training configs", benchmark_steps, config, config_for)
@@ -176,9 +178,13 @@ def gradients(built, config, params, batch, weights=None):
 
 
 def sgd(files, pieces=ALL, **changes):
-    own = {"optimizer__name": "sgd", "optimizer__learning_rate": RATE, "dropout": 0.0}
-    own |= {"optimizer__schedule": "constant", "optimizer__warmup_steps": 0, "lambda_rate": None}
-    config = config_for(files, pieces, **(own | changes))
+    settings = {"optimizer__name": "sgd", "optimizer__learning_rate": RATE, "dropout": 0.0}
+    settings |= {
+        "optimizer__schedule": "constant",
+        "optimizer__warmup_steps": 0,
+        "lambda_rate": None,
+    }
+    config = config_for(files, pieces, **(settings | changes))
     config.optimizer.clip_norm = None
     return read(config)
 
@@ -191,22 +197,22 @@ def test_the_gradient_is_the_sum_of_its_parts(files):
     names = [term.name for term in built.terms]
     assert set(names) == {"classification", *LOSSES}
     weights = dict(zip(names, (1.0, 0.7, 1.3, 0.5), strict=True))
-    whole, _ = gradients(built, config, model.params, batch_of(), weights)
+    total, _ = gradients(built, config, model.params, batch_of(), weights)
     parts = [
         gradients(built, config, model.params, batch_of(), {name: weights[name]})[0]
         for name in names
     ]
-    for path, gradient in whole.items():
-        summed = sum(part[path] for part in parts)
+    for path, gradient in total.items():
+        summed = sum(summand[path] for summand in parts)
         scale = max(np.abs(gradient).max(), 1e-3)
         assert np.abs(gradient - summed).max() <= 1e-5 * scale, path
     assert built.train_step._cache_size() == 1
     # Without nucl and jreg in the config, and with weights of 0.
     few = sgd(files, ("fuse", "dora", "macdrop", "p32", "layerwise"), macdrop__p0=0.0)
     fewer = plan(few, mesh(), model)
-    own = {"classification": 1.0, "layerwise": 0.5}
-    one, _ = gradients(built, config, model.params, batch_of(), own)
-    other, _ = gradients(fewer, few, model.params, batch_of(), own)
+    few_weights = {"classification": 1.0, "layerwise": 0.5}
+    one, _ = gradients(built, config, model.params, batch_of(), few_weights)
+    other, _ = gradients(fewer, few, model.params, batch_of(), few_weights)
     for path, gradient in one.items():
         assert np.abs(gradient - other[path]).max() <= 1e-6 * max(np.abs(gradient).max(), 1), path
 
@@ -215,13 +221,13 @@ def test_at_the_first_step_every_number_is_that_of_its_own_command(files):
     """Entropy, jumps, massive neurons, P, and average pooling at lambda = 0."""
     config = sgd(files, ALL[:-1], macdrop__p0=0.0)
     model = starting_from(config)
-    whole = fh.load_model(files / "llama")
-    alone, report = SURGERIES["fuse"](whole, {"ratio": 0.5, "skip": "massive"})
-    ours, own = (flatten(unstack(one.params)) for one in (model, alone))
-    scales = [path for path in own if path.endswith("neuron_scale")]
+    dense = fh.load_model(files / "llama")
+    alone, report = SURGERIES["fuse"](dense, {"ratio": 0.5, "skip": "massive"})
+    ours, expected = (flatten(unstack(one.params)) for one in (model, alone))
+    scales = [path for path in expected if path.endswith("neuron_scale")]
     assert len(scales) == 2
-    for path in own:
-        np.testing.assert_array_equal(ours[path], own[path])
+    for path in expected:
+        np.testing.assert_array_equal(ours[path], expected[path])
     massive = massive_weights(alone.config, alone.params)
     assert massive.layer == report["layer_index"]
     rows = next(leaf for path, leaf in ours.items() if path.endswith("gate/macdrop_rows"))
@@ -316,10 +322,10 @@ def test_the_gradient_is_the_sum_of_its_parts_in_float64(files):
         )
         gradient = jax.jit(jax.grad(value, allow_int=True))
         names = [term.name for term in built.terms]
-        whole = flatten(gradient(params, dict.fromkeys(names, 1.0)))
+        total = flatten(gradient(params, dict.fromkeys(names, 1.0)))
         parts = [flatten(gradient(params, {x: float(x == name) for x in names})) for name in names]
-        for path, one in whole.items():
+        for path, one in total.items():
             if np.issubdtype(one.dtype, np.floating):
-                summed = sum(np.asarray(part[path]) for part in parts)
+                summed = sum(np.asarray(summand[path]) for summand in parts)
                 scale = max(float(np.abs(one).max()), 1.0)
                 assert np.abs(np.asarray(one) - summed).max() <= 1e-10 * scale, path

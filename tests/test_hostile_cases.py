@@ -39,15 +39,15 @@ ALL = os.environ.get("RUN_SLOW") == "1"
 def bent(text, share):
     """Texts of JSON or JSON lines with one value replaced; and some that are not JSON."""
     lines = text.splitlines() if text.count("\n{") else [text]
-    found = [("whole", bad) for bad in WHOLE]
+    cases = [("whole", bad) for bad in WHOLE]
     for number in sorted({0, len(lines) - 1}):
         document = json.loads(lines[number])
         for path in places(document):
             for value in HOSTILE:
                 one = json.dumps(replaced(document, path, value))
                 new = "\n".join([*lines[:number], one, *lines[number + 1 :]])
-                found.append((f"{number} {path} {str(value)[:30]}", new))
-    return random.Random(0).sample(found, max(round(share * len(found)), 12))
+                cases.append((f"{number} {path} {str(value)[:30]}", new))
+    return random.Random(0).sample(cases, max(round(share * len(cases)), 12))
 
 
 def all_bent(read, path, root, least=6, share=1.0 if ALL else 0.12):

@@ -59,7 +59,7 @@ def test_a_command_starts_again_on_huge_pages(script):
 @pytest.mark.parametrize("argv", [["{}"], ["{}", "-x"]])
 def test_only_commands_of_ours_do(script, argv):
     """The interpreter of a notebook or a test that runs the script must not be replaced."""
-    argv = [part.replace("{}", str(script)) for part in argv]
+    argv = [word.replace("{}", str(script)) for word in argv]
     code = f"import runpy, sys; sys.argv = {argv}; runpy.run_path(sys.argv[0])"
     assert started("-c", code, *argv[1:], STARTS="1")[0] == 1
 
@@ -74,11 +74,11 @@ def test_the_users_own_settings_win(script, environment):
 def test_a_run_needs_what_it_said(smollm2_gguf, tmp_path):
     """SmolLM2, 5 steps of LoRA with MacDrop; if freed memory was kept, they took 5 to 9 GiB."""
     row = {"instruction": "Count.", "input": "", "output": " 1 2 3" * 60}
-    own = {"data.path": write_rows(tmp_path / "rows.jsonl", [row] * 200), "data.packing": True}
-    own |= {"steps": 5, "batch_size": 3, "accumulation": 1, "seq_len": 512}
-    own |= {"optimizer.warmup_steps": 1}
+    settings = {"data.path": write_rows(tmp_path / "rows.jsonl", [row] * 200), "data.packing": True}
+    settings |= {"steps": 5, "batch_size": 3, "accumulation": 1, "seq_len": 512}
+    settings |= {"optimizer.warmup_steps": 1}
     config = f"configs/macdrop_sft.py:{smollm2_gguf},lora,macdrop"
-    command = [sys.executable, "scripts/train.py", *flags_of(config, tmp_path / "run", **own)]
+    command = [sys.executable, "scripts/train.py", *flags_of(config, tmp_path / "run", **settings)]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(command, cwd=REPOSITORY, env=CLEAN, stdout=said, stderr=said)
         _, status, usage = os.wait4(process.pid, 0)

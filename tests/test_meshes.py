@@ -46,8 +46,8 @@ def lower_train_step(config, mesh):
     )
     text = nll_term(TermContext("nll", model=config))
     terms = (text, nucl_term(TermContext("nucl", "alpha")))
-    own = {"accumulation": 2, "dropout": True, "shardings": placed}
-    step = make_train_step(forward, terms, optimizer, trainable, **own)
+    settings = {"accumulation": 2, "dropout": True, "shardings": placed}
+    step = make_train_step(forward, terms, optimizer, trainable, **settings)
     shape = (2, 8, 2048)
     batch = {
         name: jax.ShapeDtypeStruct(shape, leaf.dtype)
@@ -75,17 +75,17 @@ def test_full_size_train_step_lowers_on_eight_abstract_devices(name):
 
 def on_eight_devices(*programs: str, fast_compile: bool = True) -> dict:
     """The output of tests/mesh_program.py, from a separate process with eight fake devices."""
-    own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
-    own["XLA_FLAGS"] = f"{os.getenv('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    own["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(fast_compile))
+    env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
+    env["XLA_FLAGS"] = f"{os.getenv('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(fast_compile))
     program = REPOSITORY / "tests" / "mesh_program.py"
-    done = run_program(sys.executable, program, *programs, **own)
+    done = run_program(sys.executable, program, *programs, **env)
     assert done.code == 0, done.err[-3000:]
     return json.loads(done.out.splitlines()[-1])
 
 
-def check_meshes(found: dict) -> None:
-    for name, error in found.items():
+def check_meshes(errors: dict) -> None:
+    for name, error in errors.items():
         assert max(error["loss"], error["gradient"]) <= 1e-7, (name, error)
         # Adafactor's steps do not depend on the gradient's size, so they amplify its rounding.
         assert error["params"] <= (1e-6 if "adafactor" in name else 1e-7), (name, error)
@@ -97,9 +97,9 @@ def some_meshes() -> dict:
 
 
 def test_meshes_train_as_one_device(some_meshes):
-    found = some_meshes["some_meshes"]
-    assert len(found) == 1
-    check_meshes(found)
+    errors = some_meshes["some_meshes"]
+    assert len(errors) == 1
+    check_meshes(errors)
 
 
 def test_meshes_encode_as_one_device(some_meshes):
@@ -108,32 +108,32 @@ def test_meshes_encode_as_one_device(some_meshes):
 
 
 def test_meshes_train_five_papers_as_one_device(some_meshes):
-    found = some_meshes["five"]
-    assert found["loss"] <= 1e-6 and found["gradient"] <= 1e-5, found
+    errors = some_meshes["five"]
+    assert errors["loss"] <= 1e-6 and errors["gradient"] <= 1e-5, errors
 
 
 def test_meshes_cluster_as_one_device(some_meshes):
     """Every device holds 1/8 of the products of all pairs; the surgery uses all devices."""
-    found = some_meshes["clusters"]
+    result = some_meshes["clusters"]
     _, report = SURGERIES["fuse"](Model(LLAMA, random_params(LLAMA), None, ""), {"ratio": 0.5})
-    assert found["inertia_share"] == pytest.approx(report["inertia_share"], rel=1e-6)
-    assert (found["differ"], found["shares"]) == (0, [[240, 30]] * 8)
+    assert result["inertia_share"] == pytest.approx(report["inertia_share"], rel=1e-6)
+    assert (result["differ"], result["shares"]) == (0, [[240, 30]] * 8)
 
 
 def test_meshes_generate_as_one_device(some_meshes):
     """The same tokens from every mesh; (1, 2, 4) has more tensor shards than key heads."""
-    for temperature, found in some_meshes["generation"].items():
-        assert len(found) == 3 and len(found["None"]) == 5
-        assert all(tokens == found["None"] for tokens in found.values()), (temperature, found)
+    for temperature, by_mesh in some_meshes["generation"].items():
+        assert len(by_mesh) == 3 and len(by_mesh["None"]) == 5
+        assert all(tokens == by_mesh["None"] for tokens in by_mesh.values()), (temperature, by_mesh)
     drawn, greedy = (some_meshes["generation"][t]["None"] for t in ("1.0", "0.0"))
     assert drawn != greedy
 
 
 @pytest.mark.slow
 def test_every_mesh_trains_as_one_device():
-    found = on_eight_devices("meshes")["meshes"]
-    assert len(found) == 20
-    check_meshes(found)
+    errors = on_eight_devices("meshes")["meshes"]
+    assert len(errors) == 20
+    check_meshes(errors)
 
 
 def test_fake_devices_get_threads_of_their_own(monkeypatch):
@@ -158,28 +158,28 @@ def test_what_moves_between_devices():
 
     Cross-entropy: the kernel gathered once, its gradient reduced once, however many chunks.
     """
-    found = on_eight_devices("nucl", "fsdp", "nll", fast_compile=False)
+    traffic = on_eight_devices("nucl", "fsdp", "nll", fast_compile=False)
     layers, m = 4, 64
-    for name, moved in found["nucl"].items():
+    for name, moved in traffic["nucl"].items():
         if not name.startswith("ours"):
             continue
         assert {kind for kind, _ in moved} <= {"all-reduce"}, name
         rows = [shapes for _, shapes in moved if any(math.prod(s) > layers for s in shapes)]
         assert len(rows) <= 2, name
         assert all(len(s) == 1 and math.prod(s[0]) <= layers * m for s in rows), name
-    assert len(found["nucl"]["listing (1, 8, 1)"]) == 5
-    gathered = [s for kind, shapes in found["fsdp"] if kind == "all-gather" for s in shapes]
+    assert len(traffic["nucl"]["listing (1, 8, 1)"]) == 5
+    gathered = [s for kind, shapes in traffic["fsdp"] if kind == "all-gather" for s in shapes]
     stacked = [shape for shape in gathered if len(shape) == 3 and shape[0] == 6]
     assert [16, 24] in gathered and not stacked, gathered
     for sizes, tensor in (("(1, 8, 1)", 1), ("(2, 2, 2)", 2)):
-        whole = [
+        kernel_moves = [
             (kind, inside)
-            for kind, shapes, inside in found["nll"][sizes]
+            for kind, shapes, inside in traffic["nll"][sizes]
             if any(math.prod(shape) == 64 // tensor * 32 for shape in shapes)
         ]
-        assert not any(inside for _, inside in whole), whole
-        assert [kind for kind, _ in whole].count("all-gather") == 1, whole
-        assert len(whole) <= 2, whole
+        assert not any(inside for _, inside in kernel_moves), kernel_moves
+        assert [kind for kind, _ in kernel_moves].count("all-gather") == 1, kernel_moves
+        assert len(kernel_moves) <= 2, kernel_moves
 
 
 def test_adafactor_state_is_cut_as_its_parameter_without_the_reduced_axis():

@@ -40,12 +40,12 @@ def test_what_is_outside_is_refused_with_name_value_and_interval(value, allowed)
 
 def test_every_interval_in_the_package_is_one():
     """A misspelt one would be found by the first user whose setting is checked."""
-    found = []
+    intervals = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found += re.findall(r"^[\[(][-\d.einf]+, [-\d.einf]+[\])]", node.value)
-    assert len(found) > 40
-    for text in found:
+                intervals += re.findall(r"^[\[(][-\d.einf]+, [-\d.einf]+[\])]", node.value)
+    assert len(intervals) > 40
+    for text in intervals:
         low, high = map(float, text[1:-1].split(", "))
         assert low < high and (math.isfinite(low) or text[0] == "("), text

@@ -54,8 +54,8 @@ def test_a_models_table(tmp_path):
     assert len(table.splitlines()) <= 20 and "plain weights" in table
     total = sum(x.size for x in flatten(model.params).values())
     assert f"{total:,}" in table and "array" not in table
-    kept = structured(LLAMA, random_params(LLAMA))
-    shown = repr(type(model)(LLAMA, kept, None, "x"))
+    params = structured(LLAMA, random_params(LLAMA))
+    shown = repr(type(model)(LLAMA, params, None, "x"))
     assert "lora_a, lora_b, lora_scale, mask, neuron_scale" in shown and "none" in shown
 
 
@@ -101,15 +101,15 @@ def test_verbs_are_the_surgeries(tmp_path):
     for name, settings in named.items():
         made[name], report = getattr(fh, name)(model, **settings)
         key = jax.random.key(0) if name == "lora" else None
-        wanted, told = fh.surgery.SURGERIES[name](model, settings, key=key)
-        assert report == told
+        wanted, expected_report = fh.surgery.SURGERIES[name](model, settings, key=key)
+        assert report == expected_report
         one, other = flatten(made[name].params), flatten(wanted.params)
         assert all(np.array_equal(x, other[path]) for path, x in one.items()) and len(one)
         refused("unknown setting 'rato'", getattr(fh, name), model, rato=0.5)
-    own = fh.ffn(made["lora"], 2)
-    assert set(own["down"]) == {"kernel", "lora_a", "lora_b", "lora_scale"}
-    whole = unstack(made["lora"].params)["layers"][2]["ffn"]
-    jax.tree.map(np.testing.assert_array_equal, own, whole)
+    ffn = fh.ffn(made["lora"], 2)
+    assert set(ffn["down"]) == {"kernel", "lora_a", "lora_b", "lora_scale"}
+    expected = unstack(made["lora"].params)["layers"][2]["ffn"]
+    jax.tree.map(np.testing.assert_array_equal, ffn, expected)
     for layer in (-1, 4, "down"):
         refused(f"layer={layer!r}: the model has layers 0 to 3", fh.ffn, model, layer)
     plain, _ = fh.fold(made["lora"])
@@ -129,11 +129,11 @@ def test_a_model_with_its_report_is_told_from_a_model(tmp_path):
 
 def test_analyze_is_the_command(tmp_path):
     model = fh.load_model(save_tiny(tmp_path / "model"))
-    found = fh.analyze(model, "connectivity", tmp_path / "kept")
+    results = fh.analyze(model, "connectivity", tmp_path / "kept")
     assert (tmp_path / "kept" / "connectivity.png").exists()
     assert fh.results(tmp_path / "kept").what.str.contains("entropy").any()
     sums = fh.losses.nucl.layer_statistics(model.params)
-    assert found["layers"][0]["gini"] == pytest.approx(sums[0]["gini"])
+    assert results["layers"][0]["gini"] == pytest.approx(sums[0]["gini"])
     smaller, _ = fh.prune(model, ratio=0.5)
     wanted = fh.losses.nucl.layer_statistics(smaller.params)[0]["gini"]
     assert fh.analyze(smaller, "connectivity")["layers"][0]["gini"] == pytest.approx(wanted)
@@ -164,13 +164,13 @@ def test_the_guesses_of_the_page(tmp_path):
 def test_guesses_are_answered_by_the_right_name():
     """Every suggested name exists; a method of other libraries is a function here."""
     assert set(fh.GUESSES).isdisjoint(dir(fh))
-    for name, told in fh.GUESSES.items():
-        refused(re.escape(f"that is {told}"), getattr, fh, name, error=AttributeError)
-        for word in re.findall(r"fh\.(\w+)", told):
+    for name, hint in fh.GUESSES.items():
+        refused(re.escape(f"that is {hint}"), getattr, fh, name, error=AttributeError)
+        for word in re.findall(r"fh\.(\w+)", hint):
             assert hasattr(fh, word)
     model = fh.io.load.Model(LLAMA, random_params(LLAMA), None, "here")
-    for name, told in (("generate", "fh.generate"), ("save_pretrained", "fh.save_model")):
-        refused(f"functions take the model: {told}", getattr, model, name, error=AttributeError)
+    for name, hint in (("generate", "fh.generate"), ("save_pretrained", "fh.save_model")):
+        refused(f"functions take the model: {hint}", getattr, model, name, error=AttributeError)
     with pytest.raises(AttributeError, match="a Model has no 'x'$"):
         model.x  # noqa: B018
     copied = pickle.loads(pickle.dumps(model))
@@ -181,10 +181,10 @@ def test_fit_trains(tmp_path):
     path = save_tiny(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT * 3)
     text = str(tmp_path / "text.txt")
-    own = {"data__path": text, "data__validation_path": text, "data__validation_fraction": 0.0}
-    own |= {"steps": 2, "batch_size": 2, "seq_len": 16, "eval__max_batches": 1}
+    settings = {"data__path": text, "data__validation_path": text, "data__validation_fraction": 0.0}
+    settings |= {"steps": 2, "batch_size": 2, "seq_len": 16, "eval__max_batches": 1}
     config = f"nucl_finetune:{path},text"
-    model, found = fh.fit(config, tmp_path / "run", tensorboard=False, **own)
-    assert found["steps"] == 2
+    model, results = fh.fit(config, tmp_path / "run", tensorboard=False, **settings)
+    assert results["steps"] == 2
     before = flatten(fh.load_model(path).params)
     assert any(not np.array_equal(x, before[name]) for name, x in flatten(model.params).items())

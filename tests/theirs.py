@@ -59,15 +59,15 @@ def rows(directory: Path) -> dict:
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     firsts, seconds = map(list, zip(*PAIRS, strict=True))
-    found = {"text": dict(tokenizer(firsts[0])), "pairs": dict(tokenizer(firsts, seconds))}
-    found |= {"special": sorted(map(str, tokenizer.all_special_tokens))}
-    found |= {"side": tokenizer.padding_side, "longest": tokenizer.model_max_length}
+    tokenized = {"text": dict(tokenizer(firsts[0])), "pairs": dict(tokenizer(firsts, seconds))}
+    tokenized |= {"special": sorted(map(str, tokenizer.all_special_tokens))}
+    tokenized |= {"side": tokenizer.padding_side, "longest": tokenizer.model_max_length}
     if tokenizer.pad_token is not None:
-        found["padded"] = dict(tokenizer(firsts, padding=True))
+        tokenized["padded"] = dict(tokenizer(firsts, padding=True))
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": "hi"}]
-        found["chat"] = tokenizer.apply_chat_template(chat, tokenize=False)
-    return found
+        tokenized["chat"] = tokenizer.apply_chat_template(chat, tokenize=False)
+    return tokenized
 
 
 if __name__ == "__main__":

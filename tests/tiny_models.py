@@ -54,7 +54,7 @@ def byte_tokenizer(**ids: int):
 def tiny_of(family: str, layers: int = 6) -> ModelConfig:
     """The family's first preset with few small layers; its pattern of layers and details stay."""
     config, _ = next(iter(families.FAMILIES[family].presets.values()))
-    kept = tuple(
+    small_layers = tuple(
         dataclasses.replace(layer, ffn_width=12, window=layer.window and 3)
         for layer in config.layers[:layers]
     )
@@ -65,7 +65,7 @@ def tiny_of(family: str, layers: int = 6) -> ModelConfig:
     if config.position_rows:
         sizes |= {"d_model": 16, "n_kv_heads": 4, "max_position": 24}
     ids = {"bos_id": 0, "eos_id": 1, "pad_id": None}
-    config = dataclasses.replace(config, layers=kept, **sizes, **ids)
+    config = dataclasses.replace(config, layers=small_layers, **sizes, **ids)
     if config.norm_offset:
         config = dataclasses.replace(config, embedding_multiplier=8**0.5)
     return config
@@ -93,8 +93,8 @@ def structured(config: ModelConfig, params: dict, seed: int = 0) -> dict:
     rng, tree = np.random.default_rng(seed), unstack(jax.tree.map(np.asarray, params))
     for i, layer in enumerate(tree["layers"]):
         layer = tree["layers"][i] = {
-            k: {name: dict(x) if isinstance(x, dict) else x for name, x in part.items()}
-            for k, part in layer.items()
+            k: {name: dict(x) if isinstance(x, dict) else x for name, x in block.items()}
+            for k, block in layer.items()
         }
         for linear in (layer["attention"]["q"], layer["ffn"]["down"]):
             rows, columns = linear["kernel"].shape
@@ -112,9 +112,9 @@ def structured(config: ModelConfig, params: dict, seed: int = 0) -> dict:
 
 def free_address() -> str:
     """A free address for the coordinator of several processes."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return f"localhost:{found.getsockname()[1]}"
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return f"localhost:{listener.getsockname()[1]}"
 
 
 def batch_of(vocab: int, rows: int = 3, length: int = 10, seed: int = 0) -> dict:

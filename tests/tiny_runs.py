@@ -35,8 +35,8 @@ def small_run(text: Path | str, prefix: str = "", **changes) -> dict:
 def flags_of(config: str = "", workdir: Path | str = "", **keys) -> list[str]:
     """A script's flags; `keys` are its config's, with "__" for dots."""
     named = {"config": config, "workdir": workdir}
-    own = [f"--{name}={value}" for name, value in named.items() if value]
-    return own + [f"--config.{key.replace('__', '.')}={value}" for key, value in keys.items()]
+    flags = [f"--{name}={value}" for name, value in named.items() if value]
+    return flags + [f"--config.{key.replace('__', '.')}={value}" for key, value in keys.items()]
 
 
 class Finished(NamedTuple):

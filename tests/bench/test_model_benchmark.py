@@ -48,10 +48,10 @@ def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
     results = bench.time_model(config, tmp_path, model=MODEL)
     assert "warm-up: forward, float32" in capsys.readouterr().err
     first, second = sorted((tmp_path / "rounds").iterdir())
-    kept = first.read_text()
+    recorded = first.read_text()
     second.unlink()
     again = bench.time_model(config, tmp_path, model=MODEL)
-    assert first.read_text() == kept and second.exists()
+    assert first.read_text() == recorded and second.exists()
     for name, seconds in results["seconds"].items():
         assert again["seconds"][name][0] == seconds[0] and len(seconds) == 2
     rows = {row[0] for one in again["tables"] for row in one["rows"]}

@@ -95,5 +95,5 @@ def test_results_keep_the_questions(tmp_path, monkeypatch):
     questions = run.CASES["nll"][1]
     monkeypatch.setitem(run.CASES, "nll", (lambda *_: {"tables": []}, questions))
     run.run(ConfigDict({"name": "nll"}), tmp_path)
-    kept = json.loads((tmp_path / "results.json").read_text())
-    assert kept["questions"] == json.loads(json.dumps(questions))
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["questions"] == json.loads(json.dumps(questions))

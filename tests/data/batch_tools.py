@@ -18,25 +18,25 @@ def take(iterator, count):
 
 def texts_of(batches, key):
     """Each packed document as text, in order of appearance (the Characters tokenizer)."""
-    found = []
+    texts = []
     for batch in batches:
         for tokens, ids in zip(batch[key], batch["segment_ids"], strict=True):
             for segment in range(1, ids.max() + 1):
-                found.append("".join(chr(i - 3) for i in tokens[ids == segment] if i > 2))
-    return found
+                texts.append("".join(chr(i - 3) for i in tokens[ids == segment] if i > 2))
+    return texts
 
 
 def check_resumes(make, count, steps):
     """Iterators of `make()` resume from the states of one: (it, its states, its batches)."""
-    iterator, states, whole = make(), [], []
+    iterator, states, batches = make(), [], []
     for _ in range(count):
         states.append(json.dumps(iterator.get_state()))
-        whole.append(next(iterator))
-    assert not same(whole[0], whole[1])
+        batches.append(next(iterator))
+    assert not same(batches[0], batches[1])
     for step in steps:
         again = make()
         again.set_state(json.loads(states[step]))
         rest = take(again, count - step)
-        assert all(map(same, rest, whole[step:])) and len(rest) == count - step, step
+        assert all(map(same, rest, batches[step:])) and len(rest) == count - step, step
         again.close()
-    return iterator, states, whole
+    return iterator, states, batches

@@ -60,9 +60,9 @@ def expected(paths, tokenizer, eos=2):
 
 def read_chunk(chunk, layout):
     """All documents of a chunk."""
-    whole = ""
+    document = ""
     for text, ends in read_parts(chunk, layout):
-        whole += text
+        document += text
         if ends:
-            yield whole
-            whole = ""
+            yield document
+            document = ""

@@ -42,26 +42,26 @@ def test_resumes_to_the_very_next_batch(shared_data, bpe, name):
     def make():
         return make_pipeline(case(name, shared_data), bpe, 8, 128, seed=3).train_iterator()
 
-    iterator, states, whole = check_resumes(make, 14, (0, 1, 5, 9, 13))
+    iterator, states, batches = check_resumes(make, 14, (0, 1, 5, 9, 13))
     assert max(map(len, states)) < 1000
     assert make().get_state()["pipeline"] == json.loads(states[5])["pipeline"]
     iterator.set_state(json.loads(states[2]))  # an iterator in use can be set back, too
-    assert all(same(a, b) for a, b in zip(take(iterator, 4), whole[2:6], strict=True))
+    assert all(same(a, b) for a, b in zip(take(iterator, 4), batches[2:6], strict=True))
     iterator.close()
 
 
 def test_resumes_anywhere_in_a_finite_pass(numbered, characters):
     pipeline = make_pipeline({"path": numbered, "packing": False}, characters(), 4, 8, 0)
-    iterator, states, whole = pipeline.train_iterator(epochs=2), [], []
+    iterator, states, batches = pipeline.train_iterator(epochs=2), [], []
     for _ in range(52):
         states.append(iterator.get_state())
-        whole.append(next(iterator))
+        batches.append(next(iterator))
     assert next(iterator, None) is None
     for state, rest in list(zip(states, range(52, 0, -1), strict=True))[::3]:
         again = pipeline.train_iterator(epochs=2)
         again.set_state(state)
         got = list(again)
-        assert len(got) == rest and same(got[0], whole[52 - rest]) and same(got[-1], whole[-1])
+        assert len(got) == rest and same(got[0], batches[52 - rest]) and same(got[-1], batches[-1])
 
 
 def test_a_state_survives_dropped_documents(write, characters):
@@ -127,8 +127,8 @@ def test_every_epoch_holds_each_document_once_in_a_new_order(numbered, character
 
     def orders(seed, **more):
         iterator = make_pipeline(config | more, characters(), 1, 8, seed).train_iterator(epochs=2)
-        found = documents_of(iterator)
-        return found[:103], found[103:]
+        documents = documents_of(iterator)
+        return documents[:103], documents[103:]
 
     first, second = orders(0)
     assert sorted(first) == sorted(second) == sorted(everything)
@@ -187,9 +187,9 @@ def test_prefetching_changes_nothing_and_ends(numbered, characters):
     def batches(prefetch):
         config = {"path": numbered, "prefetch": prefetch}
         iterator = make_pipeline(config, characters(), 4, 16, 0).train_iterator()
-        found = take(iterator, 9)
+        drawn = take(iterator, 9)
         iterator.close()
-        return found
+        return drawn
 
     before = threading.active_count()
     for prefetch in (2, 5):

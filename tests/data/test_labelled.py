@@ -68,8 +68,8 @@ def test_glues_own_tables_are_their_rows(task, shared_data, tmp_path):
             headless = task == "cola" and name == "a.tsv"
             csv.writer(file, **form).writerows(lines if headless else [names, *lines])
         source = labelled.open_rows(str(tmp_path / name))
-        found = [(kind.texts(row), kind.target(row)) for row in labelled.read_each(source, dict)]
-        assert found == [(kind.texts(row), kind.target(row)) for row in rows]
+        examples = [(kind.texts(row), kind.target(row)) for row in labelled.read_each(source, dict)]
+        assert examples == [(kind.texts(row), kind.target(row)) for row in rows]
 
 
 def test_a_number_is_a_label_by_its_text():
@@ -104,9 +104,9 @@ def test_answers_by_name_number_and_text(tmp_path):
     assert mrpc.target({"Quality": "1"}) == 1 and TASKS["stsb"].target({"score": "2.5"}) == 2.5
     bad = dict.fromkeys((-1, "-1"), "not published")
     bad |= dict.fromkeys(("maybe", 2, 0.5, None), "none of the labels")
-    for value, told in bad.items():
+    for value, message in bad.items():
         source = rows_in(tmp_path, {"label": 1}, {"label": value})
-        with pytest.raises(DataError, match=rf"rows.jsonl, line 2: .*{told}"):
+        with pytest.raises(DataError, match=rf"rows.jsonl, line 2: .*{message}"):
             list(labelled.read_each(source, rte.target))
     for value in ("nan", 1e39, 3.5e38, "-1e39", 10**400, [1.0]):
         refused("finite number of float32", TASKS["stsb"].target, {"score": value})
@@ -186,22 +186,22 @@ def test_the_order_is_the_seeds_whatever_the_lengths_and_processes():
         drawn.set_state({"step": start})
         return [next(drawn) for _ in range(count)]
 
-    whole = steps()
-    seen = np.concatenate([batch["target"] for batch in whole])
+    batches = steps()
+    seen = np.concatenate([batch["target"] for batch in batches])
     for epoch in range(3):
         assert sorted(seen[50 * epoch : 50 * (epoch + 1)]) == list(range(50))
     assert not np.array_equal(seen[:50], seen[50:100])
     one = steps(lengths=(64,))
-    assert {batch["tokens"].shape[1] for batch in whole} <= {16, 32, 64}
-    assert all(np.array_equal(a["target"], b["target"]) for a, b in zip(whole, one, strict=True))
+    assert {batch["tokens"].shape[1] for batch in batches} <= {16, 32, 64}
+    assert all(np.array_equal(a["target"], b["target"]) for a, b in zip(batches, one, strict=True))
     halves = [steps(mine=range(4)), steps(mine=range(4, 8))]
-    for i, batch in enumerate(whole):
+    for i, batch in enumerate(batches):
         for name, leaf in batch.items():
             assert np.array_equal(leaf, np.concatenate([half[i][name] for half in halves]))
     again = steps(5, start=15)
-    for one, other in zip(again, whole[15:], strict=True):
+    for one, other in zip(again, batches[15:], strict=True):
         assert np.array_equal(one["tokens"], other["tokens"])
-    assert not np.array_equal(steps(seed=2)[0]["target"], whole[0]["target"])
+    assert not np.array_equal(steps(seed=2)[0]["target"], batches[0]["target"])
 
 
 def test_rows_that_stand_together_are_the_batchs_own():
@@ -217,8 +217,8 @@ def test_rows_that_stand_together_are_the_batchs_own():
         assert sorted(one["target"]) == sorted(other["target"])
         segments = other["segment_ids"].reshape(2, -1)
         for i, target in enumerate(other["target"]):
-            own = other["tokens"].reshape(2, -1)[i // 4][segments[i // 4] == 1 + i % 4]
-            assert np.array_equal(own, data.ids[int(target)])
+            tokens = other["tokens"].reshape(2, -1)[i // 4][segments[i // 4] == 1 + i % 4]
+            assert np.array_equal(tokens, data.ids[int(target)])
     assert np.sum(places, 0)[1] < 0.65 * np.sum(places, 0)[0]
     # The last batch of a pass may have fewer rows.
     seen = []
@@ -242,8 +242,8 @@ def test_parts_of_the_rows():
     half = labelled.part_of(100, 0.2, seed=3)
     assert len(half) == 20 and not np.array_equal(half, labelled.part_of(100, 0.2, seed=4))
     assert set(half) < set(labelled.part_of(100, 0.6, seed=3)), "the larger part holds the smaller"
-    kept, out = labelled.held_out_part(100, 0.1)
-    assert sorted([*kept, *out]) == list(range(100)) and len(out) == 10
+    training, out = labelled.held_out_part(100, 0.1)
+    assert sorted([*training, *out]) == list(range(100)) and len(out) == 10
     assert labelled.named_paths("a.jsonl") == {"validation": "a.jsonl"}
     assert labelled.named_paths("m=a,mm=b") == {"m": "a", "mm": "b"}
     refused("can be called 'm'", labelled.named_paths, "m=a,m=b")

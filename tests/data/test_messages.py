@@ -310,8 +310,8 @@ def test_nothing_leaks_between_packed_conversations(write):
     alone = our_logits(LLAMA, params, one["tokens"][second][None])[0]
     np.testing.assert_allclose(logits[second], alone, atol=2e-5)
     # The loss is that of the answers: their bytes and an eos each.
-    found = [int((one["loss_mask"] & (one["segment_ids"] == i)).sum()) for i in (1, 2)]
-    assert found == [len("two") + 1 + len("four") + 1, len("six") + 1]
+    counts = [int((one["loss_mask"] & (one["segment_ids"] == i)).sum()) for i in (1, 2)]
+    assert counts == [len("two") + 1 + len("four") + 1, len("six") + 1]
     assert one["targets"][one["loss_mask"]].tolist().count(1) == 3
 
 
@@ -344,9 +344,9 @@ def test_instructions_are_conversations_of_one_turn():
     ]
     task = get_task("alpaca")
     for row, asked in rows:
-        found = task.encode(task.example(row, Fields()), encoder)
+        encoded = task.encode(task.example(row, Fields()), encoder)
         other = get_task("messages")
-        assert found == other.encode(other.example(talk(asked, "3"), Fields()), encoder)
+        assert encoded == other.encode(other.example(talk(asked, "3"), Fields()), encoder)
     for row, message in (
         ({"instruction": "Sing.", "input": "", "output": " "}, "the answer is empty"),
         ({"instruction": "", "input": "", "output": "a"}, "the instruction is empty"),

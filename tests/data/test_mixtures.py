@@ -98,8 +98,8 @@ def mixed(**sizes_and_weights):
 
 def draws_of(source, count, seeds):
     records = mixtures.mixed_records(source, Subset(source, range(len(source))), seeds)
-    found = [records[k]["record"] for k in range(count)]
-    return [(record["member"], record["record"]["n"]) for record in found]
+    drawn = [records[k]["record"] for k in range(count)]
+    return [(record["member"], record["record"]["n"]) for record in drawn]
 
 
 def test_a_member_as_large_as_its_weight_is_read_once_a_stretch():
@@ -149,10 +149,10 @@ def test_resumes_to_the_very_next_batch(root, characters):
     def make():
         return pipeline_of(root, characters(), seed=3).train_iterator()
 
-    iterator, _, whole = check_resumes(make, 14, (0, 1, 5, 12))
+    iterator, _, batches = check_resumes(make, 14, (0, 1, 5, 12))
     iterator.close()
     other = pipeline_of(root, characters(), seed=4).train_iterator()
-    assert not same(next(other), whole[0])
+    assert not same(next(other), batches[0])
     other.close()
 
 
@@ -168,17 +168,17 @@ def test_processes_share_the_rows_and_any_number_goes_on(root, characters):
         parts = [next(iterator) for iterator in iterators]
         states = [iterator.get_state() for iterator in iterators]
         assert all(state == states[0] for state in states)
-        return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}, states[0]
+        return {key: np.concatenate([shard[key] for shard in parts]) for key in parts[0]}, states[0]
 
     [alone] = processes(1)
-    whole = [step([alone])[0] for _ in range(8)]
+    batches = [step([alone])[0] for _ in range(8)]
     two, four = processes(2), processes(4)
-    for batch in whole[:5]:
+    for batch in batches[:5]:
         joined, state = step(two)
         assert same(batch, joined)
     for iterator in four:
         iterator.set_state(json.loads(json.dumps(state)))
-    for batch in whole[5:]:
+    for batch in batches[5:]:
         assert same(batch, step(four)[0])
     for iterator in (alone, *two, *four):
         iterator.close()
@@ -248,7 +248,7 @@ def test_a_missing_dpr_names_its_option(root, characters, tmp_path):
     message = r"superglue_dpr: no .*root/superglue_dpr/train.jsonl .*leave it out: with_dpr=False"
     refused(message, pipeline_of, root, characters(), error=DataError)
     pipeline = pipeline_of(root, characters(), with_dpr=False)
-    assert "superglue_dpr" not in {part.task for part in pipeline.train.source.parts}
+    assert "superglue_dpr" not in {member.task for member in pipeline.train.source.parts}
 
 
 def test_a_missing_task_has_no_option(root, characters, tmp_path):
@@ -293,5 +293,5 @@ def test_real_rows(shared_data, bpe):
     learned = bpe.decode(batch["targets"][batch["loss_mask"]])
     assert "query:" not in learned and "<eos>" in learned
     one = open_source(str(shared_data / "superglue_rte" / "train.jsonl"))
-    sizes = {part.task: len(part.source) for part in pipeline.train.source.parts}
+    sizes = {member.task: len(member.source) for member in pipeline.train.source.parts}
     assert sizes["superglue_rte"] == len(one)

@@ -34,21 +34,21 @@ def rows_of(batches):
 
 def segments_of(row):
     """(tokens, targets, mask) of each document of a row; checks the row's structure on the way."""
-    ids, found = row["segment_ids"], []
+    ids, segments = row["segment_ids"], []
     for segment in range(1, ids.max() + 1):
         where = np.flatnonzero(ids == segment)
         assert (np.diff(where) == 1).all() and len(where)
         assert (row["positions"][where] == np.arange(len(where))).all()
-        found.append((row["tokens"][where], row["targets"][where], row["loss_mask"][where]))
+        segments.append((row["tokens"][where], row["targets"][where], row["loss_mask"][where]))
     padding = ids == 0
     filled = int((~padding).sum())
     assert (ids[:filled] > 0).all(), "padding only at the end"
     assert (np.diff(ids[:filled]) >= 0).all()
     for key in ("tokens", "targets", "loss_mask", "positions"):
         assert not row[key][padding].any()
-    for tokens, targets, _ in found:  # targets are the next inputs, inside the document
+    for tokens, targets, _ in segments:  # targets are the next inputs, inside the document
         assert (targets[:-1] == tokens[1:]).all()
-    return found
+    return segments
 
 
 def check_batch(batch, batch_size, seq_len):
@@ -68,25 +68,25 @@ def test_gsm8k_every_example_comes_back(shared_data, write, bpe, packing, seq_le
     expected, response_tokens = collections.Counter(), 0
     for record in records:  # the oracle: written from the format alone
         before = [0, *bpe.encode(f"Question: {record['question']}\nAnswer:")]
-        whole = [*before, *bpe.encode(f" {record['answer']}"), 1][: seq_len + 1]
+        ids = [*before, *bpe.encode(f" {record['answer']}"), 1][: seq_len + 1]
         if len(before) < seq_len + 1:
-            expected[tuple(whole)] += 1
-            response_tokens += len(whole) - len(before)
+            expected[tuple(ids)] += 1
+            response_tokens += len(ids) - len(before)
 
     batches = batches_of(config, bpe, seq_len)
-    found, masked = collections.Counter(), 0
+    actual, masked = collections.Counter(), 0
     for batch in batches:
         check_batch(batch, 4, seq_len)
     for row in rows_of(batches):
         segments = segments_of(row)
         assert packing or len(segments) <= 1
         for tokens, targets, mask in segments:
-            found[(*tokens.tolist(), int(targets[-1]))] += 1
+            actual[(*tokens.tolist(), int(targets[-1]))] += 1
             first = int(np.argmax(mask))
             assert mask[first:].all() and not mask[:first].any()
             assert bpe.decode(tokens[: first + 1]).endswith("\nAnswer:")
             masked += int(mask.sum())
-    assert found == expected
+    assert actual == expected
     assert masked == response_tokens
     if seq_len == 512:
         # Rows are used: first fit wastes little, one example per row much.
@@ -99,7 +99,7 @@ def test_gsm8k_every_example_comes_back(shared_data, write, bpe, packing, seq_le
 def test_text_predicts_every_token_once(shared_data, write, bpe, bos, packing):
     text = (shared_data / "wikitext2" / "validation.txt").read_text(encoding="utf-8")[:60_000]
     parts = [text[:25_000], text[25_000:25_300], text[25_300:]]
-    files = [write(f"{i}.txt", part) for i, part in enumerate(parts)]
+    files = [write(f"{i}.txt", piece) for i, piece in enumerate(parts)]
     config = {"path": files, "bos": bos, "packing": packing, "passage_chars": 10**9}
     documents = [([0] if bos != "none" else []) + bpe.encode(p) + [1] for p in parts]
     inputs = np.concatenate([d[:-1] for d in documents])
@@ -155,11 +155,11 @@ def test_any_pairs(tmp_path_factory, characters, documents, seq_len, batch_size,
         with pytest.raises(DataError, match="none of its"):
             batches_of(config, characters(bos, eos), seq_len, batch_size)
         return
-    found = collections.Counter()
+    actual = collections.Counter()
     for row in rows_of(batches_of(config, characters(bos, eos), seq_len, batch_size)):
         for tokens, targets, mask in segments_of(row):
-            found[((*tokens.tolist(), int(targets[-1])), tuple(mask.tolist()))] += 1
-    assert found == expected
+            actual[((*tokens.tolist(), int(targets[-1])), tuple(mask.tolist()))] += 1
+    assert actual == expected
 
 
 def test_an_end_appended_and_loss_on_the_prompt(write, characters):
@@ -200,8 +200,8 @@ def test_real_tokenizers_see_the_text_as_if_whole(shared_data, request, model):
     for record in map(json.loads, lines):
         example = get_task("gsm8k").example(record, Fields())
         ids, before = encoder.ids(example)
-        whole = f"Question: {record['question']}\nAnswer: {record['answer']}"
-        middle = tokenizer.encode(whole, add_special_tokens=False)
+        text = f"Question: {record['question']}\nAnswer: {record['answer']}"
+        middle = tokenizer.encode(text, add_special_tokens=False)
         assert ids == [tokenizer.bos_token_id, *middle, tokenizer.eos_token_id]
         assert tokenizer.decode(ids[before:-1]).strip() == record["answer"].strip()
 

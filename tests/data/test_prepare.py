@@ -35,9 +35,9 @@ def test_one_and_three_processes_write_the_same_bytes(corpus, bpe, tmp_path):
     assert one == three and contents(tmp_path / "one") == contents(tmp_path / "three")
     assert len(one["shards"]) > 4 and one["dtype"] == "uint16"
     assert not (tmp_path / "three" / "progress").exists()
-    found = documents_of(tmp_path / "one")
-    assert found == expected(corpus, bpe, bpe.eos_token_id)
-    assert one["tokens"] == sum(map(len, found)) and one["documents"] == 87
+    documents = documents_of(tmp_path / "one")
+    assert documents == expected(corpus, bpe, bpe.eos_token_id)
+    assert one["tokens"] == sum(map(len, documents)) and one["documents"] == 87
     assert one["empty_documents"] == 3 and one["tokenizer"]["name"] == "tiny"
     assert [entry["path"] for entry in one["inputs"]] == corpus
     assert [entry["bytes"] for entry in one["inputs"]] == [os.path.getsize(p) for p in corpus]
@@ -62,7 +62,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_and_resumed(corpus, characters, tmp_path, processes):
-    whole = prepare(corpus, characters(), tmp_path / "whole", settings=settings())
+    manifest = prepare(corpus, characters(), tmp_path / "whole", settings=settings())
     out = tmp_path / "killed"
     script = tmp_path / "killed.py"
     tests = str(Path(__file__).parent)
@@ -77,7 +77,7 @@ def test_killed_and_resumed(corpus, characters, tmp_path, processes):
     child.send_signal(signal.SIGKILL)
     child.wait()
     done = {path.stem: None for path in out.glob("progress/shard-*.json")}
-    assert 3 <= len(done) < len(whole["shards"])
+    assert 3 <= len(done) < len(manifest["shards"])
     refused("unfinished: run the same command again", open_corpus, out, error=DataError)
     (out / ".shard-000000.0123abcd.partial.tokens").write_bytes(b"half")
     before = {name: (out / f"{name}.tokens").stat() for name in done}
@@ -155,8 +155,8 @@ def test_documents_the_tokenizer_drops_are_empty_ones(write, tmp_path):
 
 def test_what_training_reads_is_what_the_text_task_reads(shared_data, bpe, write, tmp_path):
     """On real text, the batches equal those of task "text", which tokenises while it reads."""
-    whole = (shared_data / "fineweb_edu" / "train.jsonl").read_text().splitlines(keepends=True)
-    path = write("part.jsonl", "".join(whole[:40]))
+    lines = (shared_data / "fineweb_edu" / "train.jsonl").read_text().splitlines(keepends=True)
+    path = write("part.jsonl", "".join(lines[:40]))
     prepare(path, bpe, tmp_path, settings=settings(50_000, passage_chars=1 << 30))
     for bos in ("segment", "document", "none"):
         common = {"shuffle": False, "bos": bos}
@@ -183,15 +183,15 @@ def test_no_document_is_lost_or_cut_at_the_ends_of_chunks(write, size, monkeypat
     monkeypatch.setattr(documents_reader, "BLOCK", 5)
     documents = texts(30, seed=3)
     lines = [{"text": text} for text in documents]
-    chunks, found = pieces_of(write("a.jsonl", lines), chunk_bytes=size)
-    assert found == documents
+    chunks, actual = pieces_of(write("a.jsonl", lines), chunk_bytes=size)
+    assert actual == documents
     assert len(chunks) == (1 if size == 10**9 else len(chunks)) and (size > 7 or len(chunks) == 30)
     for separator, name in (("<|endoftext|>", "<|endoftext|>"), ("\n\n", "blank_line")):
         documents = [text.replace("\n", " ") for text in documents]
         path = write("a.txt", separator.join(documents))
-        chunks, found = pieces_of(path, chunk_bytes=size, separator=name)
+        chunks, actual = pieces_of(path, chunk_bytes=size, separator=name)
         wanted = [text.strip("\n") for text in documents if text.strip()]
-        assert [text for text in found if text.strip()] == wanted
+        assert [text for text in actual if text.strip()] == wanted
 
 
 def test_blank_lines_lines_and_whole_files(write):
@@ -202,8 +202,8 @@ def test_blank_lines_lines_and_whole_files(write):
         ("", ["one\n\n\n\ntwo\nlines\n\n\nthree\n"]),
     ):
         for size in (1, 6, 100):
-            _, found = pieces_of(path, chunk_bytes=size, separator=separator)
-            assert [text for text in found if text] == pieces
+            _, documents = pieces_of(path, chunk_bytes=size, separator=separator)
+            assert [text for text in documents if text] == pieces
 
 
 def test_line_ends_that_hide_the_separator(write):
@@ -222,24 +222,24 @@ def test_parquet_by_row_groups_and_small_files_share_a_chunk(write, tmp_path):
     documents = texts(50)
     table = pyarrow.table({"id": list(range(50)), "body": documents})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=8)
-    chunks, found = pieces_of(str(tmp_path / "a.parquet"), text_field="body", chunk_bytes=1)
-    assert found == documents and len(chunks) == 7
+    chunks, actual = pieces_of(str(tmp_path / "a.parquet"), text_field="body", chunk_bytes=1)
+    assert actual == documents and len(chunks) == 7
     for i in range(5):
         write(f"many/{i}.txt", f"document {i}")
     write("many/.hidden.txt", "no")
     write("many/deep/9.txt", "document 9")
-    chunks, found = pieces_of(str(tmp_path / "many"), chunk_bytes=22)
-    assert found == [f"document {i}" for i in (0, 1, 2, 3, 4, 9)]
+    chunks, actual = pieces_of(str(tmp_path / "many"), chunk_bytes=22)
+    assert actual == [f"document {i}" for i in (0, 1, 2, 3, 4, 9)]
     assert [len(chunk.pieces) for chunk in chunks] == [2, 2, 2]
-    _, found = pieces_of(str(tmp_path / "many" / "[0-2].txt"))
-    assert found == ["document 0", "document 1", "document 2"]
+    _, actual = pieces_of(str(tmp_path / "many" / "[0-2].txt"))
+    assert actual == ["document 0", "document 1", "document 2"]
 
 
 def test_long_documents_are_tokenised_in_passages(write, characters, tmp_path):
     text = "\n\n".join(texts(40))
     prepare(write("a.txt", text), characters(), tmp_path, settings=settings(passage_chars=100))
-    (found,) = documents_of(tmp_path)
-    assert found == characters().encode(text, add_special_tokens=False) + [2]
+    (document,) = documents_of(tmp_path)
+    assert document == characters().encode(text, add_special_tokens=False) + [2]
 
 
 @pytest.mark.parametrize(
@@ -289,10 +289,10 @@ def test_a_document_longer_than_memory_streams_and_ends_at_the_limit(characters,
             file.write(b"the whale " * 100_000)  # 200 MB in all, 0.4 packed
     tracemalloc.start()
     given = (str(tmp_path / "a.txt.gz"), characters(), tmp_path / "out")
-    found = prepare(*given, settings=settings(max_tokens=9))
+    manifest = prepare(*given, settings=settings(max_tokens=9))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert found["documents"] == 1 and 9 <= found["tokens"] < 20_000 and peak < 30 << 20
+    assert manifest["documents"] == 1 and 9 <= manifest["tokens"] < 20_000 and peak < 30 << 20
 
 
 def test_a_line_without_end_is_refused_by_its_number(characters, tmp_path, monkeypatch):
@@ -305,8 +305,8 @@ def test_a_line_without_end_is_refused_by_its_number(characters, tmp_path, monke
 
 def test_a_long_document_of_spaces_is_an_empty_one(write, characters, tmp_path):
     path = write("a.jsonl", [{"text": "one"}, {"text": " \n" * 600}, {"text": "two " * 300}])
-    found = prepare(path, characters(), tmp_path / "out", settings=settings(passage_chars=100))
-    assert found["documents"] == 2 and found["empty_documents"] == 1
+    manifest = prepare(path, characters(), tmp_path / "out", settings=settings(passage_chars=100))
+    assert manifest["documents"] == 2 and manifest["empty_documents"] == 1
     one, two = documents_of(tmp_path / "out")
     assert one == characters().encode("one", False) + [2]
     assert two == characters().encode("two " * 300, False) + [2]

@@ -85,14 +85,14 @@ def test_the_rows_of_processes_are_the_batches_of_one(
     config = {"path": path, "task": task, "packing": packing}
     sizes = (8, 16)
     [alone] = iterators(config, characters(), *sizes, 1, epochs=3)
-    whole = [cut(batch, accumulation) for batch in alone]
+    batches = [cut(batch, accumulation) for batch in alone]
     processes = iterators(config, characters(), *sizes, count, accumulation, epochs=3)
     shares = [list(process) for process in processes]
-    assert len(whole) > 8 and {len(share) for share in shares} == {len(whole)}
-    for batch, *parts in zip(whole, *shares, strict=True):
-        assert all(len(part["tokens"]) == 8 // count for part in parts)
+    assert len(batches) > 8 and {len(share) for share in shares} == {len(batches)}
+    for batch, *parts in zip(batches, *shares, strict=True):
+        assert all(len(shard["tokens"]) == 8 // count for shard in parts)
         assert same(batch, join(parts, accumulation))
-    assert not same(whole[0], whole[1])
+    assert not same(batches[0], batches[1])
 
 
 @pytest.mark.parametrize("data", ["gsm8k", "lettered", "paired"])
@@ -105,10 +105,10 @@ def test_a_state_goes_on_with_any_number_of_processes(request, shared_data, bpe,
     config = {"task": {"lettered": "text", "paired": "jsonl"}.get(data, data), "path": path}
     sizes, accumulation, saved_at = (8, seq_len), 2, 9
     [alone] = iterators(config, tokenizer, *sizes, 1)
-    whole = [cut(next(alone), accumulation) for _ in range(16)]
+    batches = [cut(next(alone), accumulation) for _ in range(16)]
     alone.close()
     first = iterators(config, tokenizer, *sizes, 2, accumulation)
-    for batch in whole[:saved_at]:
+    for batch in batches[:saved_at]:
         assert same(batch, step(first, accumulation))
     saved = json.dumps(first[1].get_state())
     assert saved == json.dumps(first[0].get_state()) and "process" not in saved
@@ -119,7 +119,7 @@ def test_a_state_goes_on_with_any_number_of_processes(request, shared_data, bpe,
             later = iterators(config, tokenizer, *sizes, count, parts)
             for process in later:
                 process.set_state(json.loads(saved))
-            for batch in whole[saved_at:]:
+            for batch in batches[saved_at:]:
                 rows = {key: value.reshape(-1, seq_len) for key, value in batch.items()}
                 assert same(cut(rows, parts), step(later, parts))
             close(later)
@@ -134,7 +134,7 @@ def test_an_epoch_on_changing_processes_has_every_token_once(lettered, character
     config = {"path": lettered, "packing": packing, "bos": "document"}
     # An epoch on one number of processes, then one whose number changes at every third batch.
     for counts in ([1], [2], [4], [2, 1, 4]):
-        found, batches, state = collections.Counter(), 0, None
+        actual, batches, state = collections.Counter(), 0, None
         for count in itertools.cycle(counts):
             processes = iterators(config, characters(), 4, 16, count, epochs=1)
             for process in processes:
@@ -145,13 +145,13 @@ def test_an_epoch_on_changing_processes_has_every_token_once(lettered, character
                 if None in shares:
                     break
                 batches += 1
-                found.update(tokens_of(join(shares, 1)))
+                actual.update(tokens_of(join(shares, 1)))
             state = processes[-1].get_state()
             close(processes)
             if None in shares:
                 break
         assert shares == [None] * count, "all processes end together"
-        assert batches >= 11 and found == expected, counts
+        assert batches >= 11 and actual == expected, counts
 
 
 def test_validation_rows(shared_data, bpe):
@@ -161,11 +161,11 @@ def test_validation_rows(shared_data, bpe):
     def batches(**options):
         return list(make_pipeline(config, bpe, 8, 256, 5, **options).validation_iterator())
 
-    whole = batches()
+    expected = batches()
     for count, accumulation in ((2, 1), (2, 2), (4, 2)):
         parts = [share(8, index, count, accumulation) for index in range(count)]
         shares = [batches(rows=rows, accumulation=accumulation) for rows in parts]
-        for batch, *parts in zip(whole, *shares, strict=True):
+        for batch, *parts in zip(expected, *shares, strict=True):
             assert same(cut(batch, accumulation), join(parts, accumulation))
 
 
@@ -178,11 +178,11 @@ def test_rows_the_caller_chooses(lettered, characters):
         assert len(pipeline.rows) == len(batch["tokens"])
         return batch
 
-    whole = first()
+    full_batch = first()
     for rows in (range(2, 4), range(8), [6, 1], np.array([0, 1, 4, 5]), range(7, 3, -1)):
-        assert same(first(rows=rows), {k: v[rows] for k, v in whole.items()})
+        assert same(first(rows=rows), {k: v[rows] for k, v in full_batch.items()})
     rows = [1, 0, 5, 4]
-    assert same(first(rows=rows, accumulation=2), {k: v[rows] for k, v in whole.items()})
+    assert same(first(rows=rows, accumulation=2), {k: v[rows] for k, v in full_batch.items()})
 
 
 @pytest.mark.parametrize(

@@ -99,19 +99,19 @@ def test_rows_are_the_stream_cut_into_pieces(make, characters, bos, longest, seq
 def test_fraction_holds_out_whole_documents_of_every_shard(make, characters):
     shards = [random_documents(seed, count, 30) for seed, count in enumerate((10, 1, 20, 9))]
     corpus = open_corpus(make(shards))
-    kept, held = split(corpus, 0.2)
+    training, held = split(corpus, 0.2)
     read = [
-        [part.shard.document(d).tolist() for part in parts for d in range(part.first, part.last)]
-        for parts in (kept, held)
+        [span.shard.document(d).tolist() for span in parts for d in range(span.first, span.last)]
+        for parts in (training, held)
     ]
     assert len(read[1]) == 8 and len(read[0]) == 32
     assert read[1] == shards[0][8:] + shards[2][16:] + shards[3][7:]
     assert sorted(read[0] + read[1]) == sorted(ids for shard in shards for ids in shard)
     assert split(corpus, 0.0) == (whole(corpus), [])
     for fraction, count in ((1e-6, 1), (0.9999, 39)):  # at least one, and not all
-        kept, held = split(corpus, fraction)
-        assert sum(part.last - part.first for part in held) == count
-        assert sum(part.last - part.first for part in kept) == 40 - count
+        training, held = split(corpus, fraction)
+        assert sum(span.last - span.first for span in held) == count
+        assert sum(span.last - span.first for span in training) == 40 - count
     refused("validation_fraction=1.0", split, corpus, 1.0, error=DataError)
     with pytest.raises(DataError, match="1 document cannot be split"):
         split(open_corpus(make([[[5, 6]]], "one")), 0.5)
@@ -123,8 +123,8 @@ def test_every_target_once_an_epoch_in_a_new_order(make, characters):
     pipeline = make_pipeline(config, characters(), 4, 16, seed=5)
     epochs = list(pipeline.train_iterator(epochs=2))
     targets = np.concatenate([batch["targets"][batch["loss_mask"]] for batch in epochs])
-    kept = [ids for shard in shards for ids in shard[:27]]
-    expected = np.sort(np.concatenate(kept))
+    training = [ids for shard in shards for ids in shard[:27]]
+    expected = np.sort(np.concatenate(training))
     np.testing.assert_array_equal(np.sort(targets), np.sort(np.tile(expected, 2)))
     rows = len(pipeline.train)
     seen = np.concatenate([batch["targets"] for batch in epochs])
@@ -163,11 +163,11 @@ def test_resumes_to_the_very_next_batch(make, characters):
 
     iterator, states, batches = check_resumes(make, 25, (0, 1, 7, 24))  # several epochs
     # Another process's share and another order of rows: a position has the same number in both.
-    part = make(rows=range(2, 5))
-    part.set_state(json.loads(states[7]))
-    for found, batch in zip(take(part, 5), batches[7:], strict=False):
-        assert same(found, take_rows(batch, np.arange(2, 5)))
-    part.close()
+    share = make(rows=range(2, 5))
+    share.set_state(json.loads(states[7]))
+    for actual, batch in zip(take(share, 5), batches[7:], strict=False):
+        assert same(actual, take_rows(batch, np.arange(2, 5)))
+    share.close()
     for change, named in (
         ({"seed": 4}, "seed was 3, is 4"),
         ({"seq_len": 16}, "seq_len was 32, is 16"),

@@ -58,10 +58,10 @@ def of_hub(**limits):
 def test_a_hub_stream_is_read_once_and_resumed(hub, characters, tmp_path, monkeypatch):
     files, begun, known = hub
     known.append(True)
-    whole = prepare("owner/name:part", characters(), tmp_path / "a", settings=of_hub())
+    manifest = prepare("owner/name:part", characters(), tmp_path / "a", settings=of_hub())
     assert documents_of(tmp_path / "a") == expected(files, characters())
-    assert len(begun) == 1 and [entry["documents"] for entry in whole["shards"]] == [10, 10, 5]
-    assert whole["inputs"][0]["path"] == "owner/name:part[train]"
+    assert len(begun) == 1 and [entry["documents"] for entry in manifest["shards"]] == [10, 10, 5]
+    assert manifest["inputs"][0]["path"] == "owner/name:part[train]"
 
     class Stops(characters):
         def encode(self, text, add_special_tokens=True):
@@ -72,7 +72,7 @@ def test_a_hub_stream_is_read_once_and_resumed(hub, characters, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         prepare("owner/name:part", Stops(), tmp_path / "b", settings=of_hub())
     again = characters()
-    assert prepare("owner/name:part", again, tmp_path / "b", settings=of_hub()) == whole
+    assert prepare("owner/name:part", again, tmp_path / "b", settings=of_hub()) == manifest
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert again.calls < 20  # not the first shard again
 
@@ -111,7 +111,7 @@ def test_packed_files_hold_what_the_others_do(write, characters, tmp_path, proce
     from prepare_tools import Slow
 
     rows = {name: [{"text": x} for x in texts(30, i)] for i, name in enumerate("ab")}
-    plain = [write(f"{name}.jsonl", own) for name, own in rows.items()]
+    plain = [write(f"{name}.jsonl", file_rows) for name, file_rows in rows.items()]
     for path in plain:
         with open(path, "rb") as file:
             write(f"packed/{path[-7:]}.gz", gzip.compress(file.read()))
@@ -136,20 +136,22 @@ def test_limits_take_the_first_shards_whatever_the_processes(write, tmp_path, li
     from prepare_tools import Slow
 
     path = write("a.jsonl", [{"text": text} for text in texts(90)])
-    whole = prepare(path, Slow(), tmp_path / "whole", settings=settings())
-    found = []
+    unlimited = prepare(path, Slow(), tmp_path / "whole", settings=settings())
+    written = []
     for processes in (1, 3) if "max_tokens" in limit else (1, 1):
         directory = tmp_path / str(processes)
         options = {"settings": Settings(Layout(chunk_bytes=2000, **limit)), "processes": processes}
         manifest = prepare(path, Slow(), directory, **options)
         entries, (key, least) = manifest["shards"], next(iter(limit.items()))
-        assert entries == whole["shards"][: len(entries)] and len(entries) < len(whole["shards"])
+        assert entries == unlimited["shards"][: len(entries)] and len(entries) < len(
+            unlimited["shards"]
+        )
         counts = [entry[key.removeprefix("max_")] for entry in entries]
         assert sum(counts[:-1]) < least <= sum(counts)
         assert len(list(directory.glob("*.tokens"))) == len(entries)
         assert prepare(path, Slow(), directory, **options) == manifest
-        found.append(contents(directory))
-    assert found[0] == found[1]
+        written.append(contents(directory))
+    assert written[0] == written[1]
     with pytest.raises(DataError, match="max_(tokens|documents) was .*, is None|was None"):
         prepare(path, Slow(), tmp_path / "1", settings=settings())
-    assert json.loads(found[0]["manifest.json"])["documents"] == manifest["documents"]
+    assert json.loads(written[0]["manifest.json"])["documents"] == manifest["documents"]

@@ -151,9 +151,9 @@ def test_record_asks_once_per_gold_answer_in_training(shared_data):
 def test_wsc_marks_the_word_that_the_index_names(shared_data, part):
     path = str(shared_data / "superglue_wsc" / f"{part}.jsonl")
     rows = read_rows(path)
-    found = questions(get_task("superglue_wsc"), open_source(path))
+    all_questions = questions(get_task("superglue_wsc"), open_source(path))
     odd = []
-    for row, question in zip(rows, found, strict=True):
+    for row, question in zip(rows, all_questions, strict=True):
         words, target = row["text"].split(" "), row["target"]
         if words[target["span2_index"]] == target["span2_text"]:
             words[target["span2_index"]] = f"*{target['span2_text']}*"

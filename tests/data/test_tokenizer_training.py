@@ -70,9 +70,9 @@ assert not {"torch", "jax"} & set(sys.modules)
     (tmp_path / "lines.txt").write_text("\n\n".join(lines))
     save_tokenizer(trained, tmp_path / "here")
     for seed, threads, name in (("1", "false", "one"), ("2", "true", "many")):
-        own = {"TOKENIZERS_PARALLELISM": threads, "PYTHONHASHSEED": seed}
+        env = {"TOKENIZERS_PARALLELISM": threads, "PYTHONHASHSEED": seed}
         command = (sys.executable, "-c", program, tmp_path / "lines.txt", tmp_path / name)
-        assert run_program(*command, **own).code == 0
+        assert run_program(*command, **env).code == 0
         for file in ("tokenizer.json", "tokenizer_config.json"):
             assert (tmp_path / name / file).read_bytes() == (tmp_path / "here" / file).read_bytes()
 

@@ -38,12 +38,12 @@ def pipeline(mixture, characters, rows=None, seed=3, **more):
 
 def members(batch):
     """The mixture's member of each row, from its tokens; a row never mixes members."""
-    found = []
+    row_members = []
     for row, mask in zip(batch["targets"], batch["segment_ids"] > 0, strict=True):
         kinds = {k for k, ids in enumerate(KINDS) if {*row[mask].tolist()} & {*ids}}
         assert len(kinds) == 1
-        found += kinds
-    return found
+        row_members += kinds
+    return row_members
 
 
 def test_shares_after_2000_rows(mixture, characters):
@@ -68,18 +68,18 @@ def test_draws_keep_every_share(weights):
 
 @pytest.mark.parametrize("at", [1, 7, 30])
 def test_killed_and_resumed_on_two_processes(mixture, characters, at):
-    whole = pipeline(mixture, characters).train_iterator()
-    batches = list(itertools.islice(whole, 40))
-    whole.close()
+    uninterrupted = pipeline(mixture, characters).train_iterator()
+    batches = list(itertools.islice(uninterrupted, 40))
+    uninterrupted.close()
     first = pipeline(mixture, characters).train_iterator()
     assert all(same(a, b) for a, b in zip(itertools.islice(first, at), batches, strict=False))
     state = json.loads(json.dumps(first.get_state()))
     first.close()
-    for part in (slice(0, 4), slice(4, 8)):
-        twin = pipeline(mixture, characters, rows=np.arange(8)[part]).train_iterator()
+    for rows in (slice(0, 4), slice(4, 8)):
+        twin = pipeline(mixture, characters, rows=np.arange(8)[rows]).train_iterator()
         twin.set_state(state)
         for batch in batches[at:]:
-            assert same(next(twin), {key: value[part] for key, value in batch.items()})
+            assert same(next(twin), {key: value[rows] for key, value in batch.items()})
         assert twin.get_state()["counts"] == [160, 96, 64]
         twin.close()
 

@@ -30,10 +30,10 @@ class Server:
                 for name, value in headers.items():
                     self.send_header(name, value)
                 self.end_headers()
-                for wait, part in body if not isinstance(body, bytes) else [(0, body)]:
+                for wait, chunk in body if not isinstance(body, bytes) else [(0, body)]:
                     if outer.free.wait(wait):
                         return
-                    self.wfile.write(part)
+                    self.wfile.write(chunk)
                     self.wfile.flush()
 
             def log_message(self, *_):

@@ -33,9 +33,9 @@ def test_connectivity_equals_the_oracle(tmp_path, capsys, config):
     directory = save_tiny(tmp_path / "model", config, restack(config, tree))
     results = run(config_of("analyze", model=str(directory)), tmp_path / "run")
     assert len(results["layers"]) == config.n_layers
-    for layer, found in zip(tree["layers"], results["layers"], strict=True):
+    for layer, measured in zip(tree["layers"], results["layers"], strict=True):
         for name, value in oracle(layer["ffn"]["down"]["kernel"]).items():
-            assert abs(found[name] - value) <= 1e-12 * max(1, abs(value)), name
+            assert abs(measured[name] - value) <= 1e-12 * max(1, abs(value)), name
     assert results["layers"][1]["entropy"] < 0.99 * results["layers"][0]["entropy"]
     assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
     assert (tmp_path / "run" / "connectivity.png").read_bytes().startswith(b"\x89PNG")

@@ -26,16 +26,18 @@ def test_classes_against_scikit_learn(seed):
     gold = [CB[i] for i in random.integers(0, 3, 40)]
     said = [CB[i] for i in random.integers(0, 3, 40)]
     said[3] = "maybe"  # no label
-    found = metrics.cb([f" {word}\n" for word in said], gold)
+    scores = metrics.cb([f" {word}\n" for word in said], gold)
     macro = sklearn.metrics.f1_score(gold, said, labels=CB, average="macro", zero_division=0)
-    assert found["macro_f1"] == pytest.approx(macro, abs=1e-12)
-    assert found["accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(gold, said), abs=1e-12)
+    assert scores["macro_f1"] == pytest.approx(macro, abs=1e-12)
+    assert scores["accuracy"] == pytest.approx(
+        sklearn.metrics.accuracy_score(gold, said), abs=1e-12
+    )
 
 
 def test_macro_f1_counts_absent_classes():
     # entailment: TP 1, FP 1, FN 0 -> 2/3; contradiction: FN 1 -> 0; neutral in neither -> 0.
-    found = metrics.cb(["entailment", "entailment"], ["entailment", "contradiction"])
-    assert found == {"macro_f1": pytest.approx(2 / 9), "accuracy": 0.5}
+    scores = metrics.cb(["entailment", "entailment"], ["entailment", "contradiction"])
+    assert scores == {"macro_f1": pytest.approx(2 / 9), "accuracy": 0.5}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -45,17 +47,17 @@ def test_multirc_against_scikit_learn(seed):
     group = np.sort(random.integers(0, 12, 60))
     words, pairs = ("False", "True"), zip(gold, group, strict=True)
     references = [{"label": words[label], "group": (0, int(n))} for label, n in pairs]
-    found = metrics.multirc([words[i] for i in said], references)
-    assert found["f1_answers"] == pytest.approx(sklearn.metrics.f1_score(gold, said), abs=1e-12)
+    scores = metrics.multirc([words[i] for i in said], references)
+    assert scores["f1_answers"] == pytest.approx(sklearn.metrics.f1_score(gold, said), abs=1e-12)
     exact = [np.array_equal(gold[group == g], said[group == g]) for g in np.unique(group)]
-    assert found["exact_questions"] == pytest.approx(np.mean(exact), abs=1e-12)
+    assert scores["exact_questions"] == pytest.approx(np.mean(exact), abs=1e-12)
 
 
 def test_multirc_takes_anything_else_for_the_wrong_word():
     references = [{"label": word, "group": 0} for word in ("True", "False", "True")]
     # Said True (wrong for "False") and False (wrong for "True"), and one right: TP 1, FP 1, FN 1.
-    found = metrics.multirc(["true", "no idea", "True "], references)
-    assert found == {"f1_answers": 0.5, "exact_questions": 0.0}
+    scores = metrics.multirc(["true", "no idea", "True "], references)
+    assert scores == {"f1_answers": 0.5, "exact_questions": 0.0}
 
 
 # ---- texts
@@ -64,9 +66,9 @@ def test_multirc_takes_anything_else_for_the_wrong_word():
 def test_record_takes_the_best_answer_and_each_query_once():
     one = {"answers": ["The Blues", "Chelsea F.C."], "group": (3, 1)}
     other = {"answers": ["Diego Costa"], "group": (3, 2)}
-    found = metrics.record(["chelsea fc", "wrong", "Costa"], [one, one, other])
+    scores = metrics.record(["chelsea fc", "wrong", "Costa"], [one, one, other])
     # "chelsea fc" is exact; of the second query 1 word of 1 and of 2: F1 = 2/3.
-    assert found == {"exact_match": 0.5, "f1": pytest.approx((1 + 2 / 3) / 2)}
+    assert scores == {"exact_match": 0.5, "f1": pytest.approx((1 + 2 / 3) / 2)}
 
 
 @pytest.mark.parametrize(
@@ -102,9 +104,9 @@ def test_normalisation(text, squad):
 def test_wsc_match(prediction, referent, same):
     assert metrics.names_referent(prediction, referent) is same
     for label in (True, False):
-        found = metrics.wsc([prediction], [{"referent": referent, "label": label}])
+        scores = metrics.wsc([prediction], [{"referent": referent, "label": label}])
         empty = not prediction.replace("the", "").strip()
-        assert found["accuracy"] == float(not empty and same is label)
+        assert scores["accuracy"] == float(not empty and same is label)
 
 
 # ---- others
@@ -120,9 +122,9 @@ def test_lengths_must_agree(name):
 def test_superglue_is_the_mean_of_means():
     scores = {f"superglue_{name}": {"accuracy": 0.5} for name in metrics.SUPERGLUE}
     scores["superglue_cb"] = {"macro_f1": 0.2, "accuracy": 0.6}
-    found = metrics.superglue(scores)
-    assert found["cb"] == pytest.approx(0.4)
-    assert found["superglue"] == pytest.approx((7 * 0.5 + 0.4) / 8)
+    means = metrics.superglue(scores)
+    assert means["cb"] == pytest.approx(0.4)
+    assert means["superglue"] == pytest.approx((7 * 0.5 + 0.4) / 8)
     del scores["superglue_rte"]
     refused("missing: rte; not of them: none", metrics.superglue, scores)
     refused("not of them: dpr", metrics.superglue, {**scores, "dpr": {"accuracy": 1.0}})

@@ -57,9 +57,9 @@ def root(tmp_path_factory):
 
 
 def config_for(root, *tasks, **changes):
-    own = {"batch_size": 2, "max_new_tokens": 6, "bootstrap": 200, "data_root": str(root)}
-    own |= {"tasks": tasks or ("superglue",), "model": "x"}
-    return config_of("answers", **{**own, **changes})
+    settings = {"batch_size": 2, "max_new_tokens": 6, "bootstrap": 200, "data_root": str(root)}
+    settings |= {"tasks": tasks or ("superglue",), "model": "x"}
+    return config_of("answers", **{**settings, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def by_hand(task, path):
         for ok, one in zip(right, gold, strict=True):
             groups[tuple(one["group"])].add(bool(ok))
         precision, recall = right[true == right].mean(), right[true].mean()
-        whole = np.mean([found == {True} for found in groups.values()])
-        return {"f1_answers": 2 / (1 / precision + 1 / recall), "exact_questions": whole}
+        exact_questions = np.mean([outcomes == {True} for outcomes in groups.values()])
+        return {"f1_answers": 2 / (1 / precision + 1 / recall), "exact_questions": exact_questions}
     if task == "record":
         exact = np.mean([s in g["answers"] for s, g in pairs])
         return {"exact_match": exact, "f1": exact}  # no name is a part of another
@@ -142,9 +142,9 @@ def test_scores_are_those_of_the_answers(evaluate, tmp_path):
 
 def test_one_command(root, tmp_path):
     model = save_tiny(tmp_path / "model", TINY)
-    own = {"limit": 2, "max_new_tokens": 4, "bootstrap": 50, "workdir": tmp_path / "out"}
-    own |= {"data_root": root, "tasks": ("superglue_rte", "superglue_multirc"), "model": model}
-    done = run_script("evaluate", config="configs/answers.py", **own)
+    settings = {"limit": 2, "max_new_tokens": 4, "bootstrap": 50, "workdir": tmp_path / "out"}
+    settings |= {"data_root": root, "tasks": ("superglue_rte", "superglue_multirc"), "model": model}
+    done = run_script("evaluate", config="configs/answers.py", **settings)
     assert done.code == 0 and "missing superglue_boolq, superglue_cb" in done.err, done
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert "superglue" not in results
@@ -156,13 +156,13 @@ def test_one_command(root, tmp_path):
 def test_going_on_asks_only_what_is_missing(evaluate, tmp_path, monkeypatch):
     monkeypatch.setattr(answers, "PIECE", 1)
     tasks, generator = ("superglue_cb", "superglue_multirc"), evaluate.generator
-    whole = evaluate("whole", *tasks)
+    expected = evaluate("whole", *tasks)
     for kill in (1, 11, 13, 40):
         generator.asked, generator.dies_after = [], kill
         with pytest.raises(AssertionError, match="killed"):
             evaluate(str(kill), *tasks)
         generator.dies_after = 10**6
-        assert evaluate(str(kill), *tasks) == whole and len(generator.asked) == 12 + 72
+        assert evaluate(str(kill), *tasks) == expected and len(generator.asked) == 12 + 72
         for file in (tmp_path / "whole" / "answers").iterdir():
             assert (tmp_path / str(kill) / "answers" / file.name).read_bytes() == file.read_bytes()
 
@@ -180,8 +180,10 @@ def test_a_resample_is_the_metric_of_whole_questions(root, name):
     for k in range(20):
         picks = enumerate(rng.integers(0, len(groups), len(groups)))
         rows = [(i, draw) for draw, pick in picks for i in list(groups.values())[pick]]
-        own = [gold[i] if "group" not in gold[i] else gold[i] | {"group": d} for i, d in rows]
-        for score, value in metric([said[i] for i, _ in rows], own).items():
+        references = [
+            gold[i] if "group" not in gold[i] else gold[i] | {"group": d} for i, d in rows
+        ]
+        for score, value in metric([said[i] for i, _ in rows], references).items():
             assert drawn[score][k] == pytest.approx(value, abs=1e-12)
 
 

@@ -40,14 +40,19 @@ def data_root(tmp_path):
     keys = ("idx", "Skill", "Difficulty", "Instruction")
     wizards = ((1, "Math", 1, "Add 1."), (2, "Code", 2, "Sort it."))
     rows["wizardlm_testset"] = [dict(zip(keys, one, strict=True)) for one in wizards]
-    for name, found in rows.items():
-        write_rows(tmp_path / "data" / name / "test.jsonl", found)
+    for name, questions in rows.items():
+        write_rows(tmp_path / "data" / name / "test.jsonl", questions)
     return tmp_path / "data"
 
 
 def config_for(data_root, benchmark="mt_bench", **changes):
-    own = {"model": "x/tiny.gguf", "max_new_tokens": 6, "batch_size": 2, "benchmark": benchmark}
-    return config_of("chat", data_root=str(data_root), **{**own, **changes})
+    settings = {
+        "model": "x/tiny.gguf",
+        "max_new_tokens": 6,
+        "batch_size": 2,
+        "benchmark": benchmark,
+    }
+    return config_of("chat", data_root=str(data_root), **{**settings, **changes})
 
 
 class Recorder:
@@ -82,8 +87,8 @@ def test_what_the_model_is_given(data_root, model, recorder, tmp_path):
     assert seen[first].temperature == 0.7 and seen[first].max_new_tokens == 6
     assert seen[first].eos == (tokenizer.eos_token_id,)
     (second,) = [text for text in seen if "And 0?" in text]
-    found = read_rows(results["answers"])
-    turns = {row["question_id"]: row["choices"][0]["turns"] for row in found}
+    answers = read_rows(results["answers"])
+    turns = {row["question_id"]: row["choices"][0]["turns"] for row in answers}
     assert second == f"{first}{turns[81][0]}</s>\n<|user|>\nAnd 0?\n<|assistant|>\n"
     # The answer has no white space around it.
     assert turns[81][0].startswith("answer ") and turns[81][0] == turns[81][0].strip()
@@ -121,26 +126,30 @@ def test_the_benchmarks_own_forms(data_root, model, recorder, tmp_path):
 def test_going_on_gives_the_same_answers(data_root, model, tmp_path):
     """After a stop, existing sampled texts are kept, and missing ones are as without a stop."""
     config = config_for(data_root, temperature=1.0, seed=5)
-    whole = tmp_path / "whole"
-    first = chat.answer_questions(check_config(config), model, whole)
-    (file,) = (whole / "model_answer").iterdir()
+    uninterrupted = tmp_path / "whole"
+    first = chat.answer_questions(check_config(config), model, uninterrupted)
+    (file,) = (uninterrupted / "model_answer").iterdir()
     rows = read_rows(file)
     texts = {row["question_id"]: row["choices"] for row in rows}
     assert len(texts) == 6 and len({json.dumps(choice) for choice in texts.values()}) == 6
-    for kept in ([], rows[:1], rows[1:4]):
-        path = write_rows(tmp_path / f"part{len(kept)}" / "model_answer" / "tiny.jsonl", kept)
-        shutil.copy(whole / "turns.jsonl", path.parent.parent)  # as written before the answers
+    for existing in ([], rows[:1], rows[1:4]):
+        path = write_rows(
+            tmp_path / f"part{len(existing)}" / "model_answer" / "tiny.jsonl", existing
+        )
+        shutil.copy(
+            uninterrupted / "turns.jsonl", path.parent.parent
+        )  # as written before the answers
         results = chat.answer_questions(check_config(config), model, path.parent.parent)
         assert {**results, "answers": first["answers"]} == first, "counts are of all turns"
-        found = read_rows(path)
-        assert found[: len(kept)] == kept
-        assert {row["question_id"]: row["choices"] for row in found} == texts
+        answers = read_rows(path)
+        assert answers[: len(existing)] == existing
+        assert {row["question_id"]: row["choices"] for row in answers} == texts
     before = file.read_bytes()
     assert first["turns"] == 12 == first["turns_length"]
-    assert chat.answer_questions(check_config(config), model, whole) == first
+    assert chat.answer_questions(check_config(config), model, uninterrupted) == first
     assert file.read_bytes() == before
-    (whole / "turns.jsonl").unlink()
-    assert chat.answer_questions(check_config(config), model, whole) == first, "asked again"
+    (uninterrupted / "turns.jsonl").unlink()
+    assert chat.answer_questions(check_config(config), model, uninterrupted) == first, "asked again"
 
 
 def test_answers_end_where_the_models_positions_do(data_root, model, recorder, tmp_path):
@@ -242,7 +251,7 @@ def test_the_published_questions(shared_data):
     """All of them are read; MT-bench's categories are the eight that have a temperature."""
     counts = {name: chat.read_questions(name, str(shared_data)) for name in chat.BENCHMARKS}
     sizes = {"mt_bench": 80, "spec_bench": 480, "vicuna_bench": 80, "wizardlm_testset": 218}
-    assert {name: len(found) for name, found in counts.items()} == sizes
+    assert {name: len(questions) for name, questions in counts.items()} == sizes
     assert {q.category for q in counts["mt_bench"]} == set(chat.TEMPERATURES)
     assert all(len(q.turns) == 2 for q in counts["mt_bench"])
     name, answers = chat.read_answers(str(shared_data / "mt_bench" / "reference_gpt4.jsonl"))
@@ -251,8 +260,8 @@ def test_the_published_questions(shared_data):
 
 def test_the_script(data_root, tmp_path):
     directory = save_tiny(tmp_path / "model", LONG, random_params(LONG))
-    own = {"data_root": data_root, "max_new_tokens": 4, "batch_size": 2, "limit": 2}
-    arguments = flags_of("configs/chat.py", model=directory, workdir=tmp_path / "out", **own)
+    settings = {"data_root": data_root, "max_new_tokens": 4, "batch_size": 2, "limit": 2}
+    arguments = flags_of("configs/chat.py", model=directory, workdir=tmp_path / "out", **settings)
     done = run_script("evaluate", *arguments)
     assert done.code == 0, done.err
     results = json.loads((tmp_path / "out" / "results.json").read_text())

@@ -45,8 +45,8 @@ def test_published_solutions_pass_and_others_fail(sandbox, shared_data):
 @pytest.mark.parametrize("split", ["test", "train", "validation", "prompt", "sanitized"])
 def test_every_published_solution_passes(sandbox, shared_data, split):
     rows = records(shared_data, split)
-    found = statuses(rows, [row["code"] for row in rows], Limits(90.0, 30))
-    assert not [row["task_id"] for row, end in zip(rows, found, strict=True) if end != "passed"]
+    outcomes = statuses(rows, [row["code"] for row in rows], Limits(90.0, 30))
+    assert not [row["task_id"] for row, end in zip(rows, outcomes, strict=True) if end != "passed"]
 
 
 @pytest.mark.slow
@@ -61,8 +61,8 @@ def test_only_a_whole_and_right_program_passes(sandbox):
     endings += ["raise SystemExit", "x = \\", "def g():"]
     programs = [right, wrong, right, *(f"{wrong}\n{end}" for end in endings)]
     row = {"test_list": ["assert f(2) == 4", "assert f(k) == 6"], "test_setup_code": "k = 3"}
-    found = statuses([row] * len(programs), programs)
-    assert [status == "passed" for status in found] == [True, False, True] + [False] * 6
+    outcomes = statuses([row] * len(programs), programs)
+    assert [status == "passed" for status in outcomes] == [True, False, True] + [False] * 6
 
 
 def test_what_is_refused():

@@ -46,13 +46,13 @@ def torch_psi(torch, directory, documents) -> dict[str, dict[str, np.ndarray]]:
 def check(result: dict, expected: dict[str, dict[str, np.ndarray]]) -> float:
     """Checks Psi and its summaries against the oracle to 1e-6; returns the largest error."""
     error = 0.0
-    for part, readings in ((result, expected["all"]), (result["last"], expected["last"])):
+    for measured, readings in ((result, expected["all"]), (result["last"], expected["last"])):
         for name, psi in readings.items():
-            np.testing.assert_allclose(part[name]["psi"], psi, atol=1e-6, rtol=0)
-            error = max(error, np.abs(np.array(part[name]["psi"]) - psi).max())
+            np.testing.assert_allclose(measured[name]["psi"], psi, atol=1e-6, rtol=0)
+            error = max(error, np.abs(np.array(measured[name]["psi"]) - psi).max())
             for rate, back in RATES.items():
                 exact = oracle.jump_rate(psi, len(psi) - back)
-                assert part[name][rate] == pytest.approx(exact, abs=6e-4), (name, rate)
+                assert measured[name][rate] == pytest.approx(exact, abs=6e-4), (name, rate)
     return error
 
 
@@ -67,8 +67,8 @@ def test_all_readings_equal_torch(torch, tmp_path, family):
     save_pretrained(config, random_params(config), tmp_path / "model")
     rows = np.random.default_rng(0).integers(0, config.vocab_size, (3, 12))
     np.save(tmp_path / "ids.npy", rows)
-    own = {"token_ids": str(tmp_path / "ids.npy"), "batch_size": 2}
-    result = analysed(tmp_path / "run", tmp_path / "model", **own)
+    settings = {"token_ids": str(tmp_path / "ids.npy"), "batch_size": 2}
+    result = analysed(tmp_path / "run", tmp_path / "model", **settings)
     check(result, torch_psi(torch, tmp_path / "model", rows))
     assert (result["tokens"], result["last"]["tokens"], result["windows"]) == (36, 3, 3)
     psi = np.array(result["before_final_norm"]["psi"])
@@ -94,8 +94,8 @@ def test_documents_of_unequal_length_equal_torch(torch, tmp_path, capsys, bos):
     """Torch gets one document at a time, we pad; one is cut, one is beyond `max_documents`."""
     model = load_model(save_tiny(tmp_path / "model"))
     path = write_lines(tmp_path / "documents.jsonl", [*LINES, "left out"], field="body")
-    own = {"batch_size": 3, "max_documents": 4, "window": 20, "text_field": "body", "bos": bos}
-    result = analysed(tmp_path / "run", tmp_path / "model", jsonl=path, **own)
+    settings = {"batch_size": 3, "max_documents": 4, "window": 20, "text_field": "body", "bos": bos}
+    result = analysed(tmp_path / "run", tmp_path / "model", jsonl=path, **settings)
     first = [] if bos == "none" else [0]
     ids = [first + model.tokenizer.encode(text)[:20] for text in LINES]
     expected = torch_psi(torch, tmp_path / "model", [np.array(row) for row in ids])
@@ -152,11 +152,11 @@ def test_checkpoints_of_a_run_give_a_curve(tmp_path):
     for step in (100, 20, 3):
         save_tiny(tmp_path / "run" / f"step_{step}", LLAMA, random_params(LLAMA, seed=step))
     (tmp_path / "run" / "notes").mkdir()
-    own = {"text": str(text), "window": 20, "max_windows": 2}
-    found = analysed(tmp_path / "out", tmp_path / "run", **own)["checkpoints"]
-    assert [row["step"] for row in found] == [3, 20, 100]
-    alone = analysed(tmp_path / "alone", tmp_path / "run" / "step_20", **own)
-    assert alone["after_final_norm"] == found[1]["after_final_norm"]
+    settings = {"text": str(text), "window": 20, "max_windows": 2}
+    checkpoints = analysed(tmp_path / "out", tmp_path / "run", **settings)["checkpoints"]
+    assert [row["step"] for row in checkpoints] == [3, 20, 100]
+    alone = analysed(tmp_path / "alone", tmp_path / "run" / "step_20", **settings)
+    assert alone["after_final_norm"] == checkpoints[1]["after_final_norm"]
     for figure in ("displacement.png", "jump_rates.png"):
         assert (tmp_path / "out" / figure).stat().st_size > 5000
     assert alone["last"]["before_final_norm"] != alone["before_final_norm"]
@@ -169,20 +169,20 @@ def test_a_stopped_series_goes_on(tmp_path, capsys):
     np.save(tmp_path / "ids.npy", np.arange(12).reshape(2, 6))
     for step in (3, 20):
         save_tiny(tmp_path / "run" / f"step_{step}", LLAMA, random_params(LLAMA, seed=step))
-    own = {"token_ids": str(tmp_path / "ids.npy")}
+    settings = {"token_ids": str(tmp_path / "ids.npy")}
     weights = tmp_path / "run" / "step_20" / "model.safetensors"
     hidden = weights.rename(tmp_path / "away")
-    refused("step_20", analysed, tmp_path / "out", tmp_path / "run", **own)
+    refused("step_20", analysed, tmp_path / "out", tmp_path / "run", **settings)
     assert not (tmp_path / "out" / "results.json").exists()
     hidden.rename(weights)
     (tmp_path / "run" / "step_3" / "model.safetensors").unlink()
     capsys.readouterr()
-    found = analysed(tmp_path / "out", tmp_path / "run", **own)["checkpoints"]
-    assert [row["step"] for row in found] == [3, 20]
+    checkpoints = analysed(tmp_path / "out", tmp_path / "run", **settings)["checkpoints"]
+    assert [row["step"] for row in checkpoints] == [3, 20]
     shown = capsys.readouterr().out
     assert all(f"{name}: angular" in shown for name in ("step_3", "step_20")), "of those read, too"
-    alone = analysed(tmp_path / "alone", weights.parent, **own)
-    assert alone["after_final_norm"] == found[1]["after_final_norm"]
+    alone = analysed(tmp_path / "alone", weights.parent, **settings)
+    assert alone["after_final_norm"] == checkpoints[1]["after_final_norm"]
 
 
 @quickly

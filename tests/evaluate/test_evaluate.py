@@ -29,17 +29,17 @@ def windows(bos, window, count):
     assert len(ids) == len(TEXT.encode())
     rows = []
     for i in range(count):
-        part = ids[i * window : (i + 1) * window]
+        chunk = ids[i * window : (i + 1) * window]
         before = 0 if bos == "segment" or i == 0 else ids[i * window - 1]
-        row = ids[i * window : (i + 1) * window + 1] if bos == "none" else [before, *part]
+        row = ids[i * window : (i + 1) * window + 1] if bos == "none" else [before, *chunk]
         rows.append(row)
     return rows
 
 
 @pytest.mark.parametrize("bos", ["segment", "stream", "none"])
 def test_text_equals_torch(torch, model, text, tmp_path, bos):
-    own = {"batch_size": 4, "window": 40, "max_windows": 7, "bos": bos}
-    results = run(config_of("perplexity", model=str(model), text=str(text), **own), tmp_path)
+    settings = {"batch_size": 4, "window": 40, "max_windows": 7, "bos": bos}
+    results = run(config_of("perplexity", model=str(model), text=str(text), **settings), tmp_path)
     theirs = tiny_models.torch_model(torch, model)
     total, count = tiny_models.torch_nll(torch, theirs, windows(bos, 40, 7))
     assert (results["tokens"], results["windows"], results["bos"]) == (count, 7, bos)
@@ -73,9 +73,9 @@ def test_batches_do_not_matter_and_soft_caps_count():
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = -np.take_along_axis(log_p, rows[:, 1:, None], -1).mean()
     for batch_size in (1, 2, 5, 64):
-        found = perplexity(GEMMA2, params, rows, batch_size=batch_size, progress=None)
-        assert abs(found["nll"] - expected) < 1e-6
-        assert found["tokens"] == 50
+        result = perplexity(GEMMA2, params, rows, batch_size=batch_size, progress=None)
+        assert abs(result["nll"] - expected) < 1e-6
+        assert result["tokens"] == 50
 
 
 def test_a_broken_model_has_infinite_perplexity(tmp_path):
@@ -83,8 +83,8 @@ def test_a_broken_model_has_infinite_perplexity(tmp_path):
     params = random_params(LLAMA)
     params["embed"]["embedding"] = params["embed"]["embedding"] * np.float32(3e4)
     rows = np.random.default_rng(0).integers(0, 258, (1, 9))
-    found = perplexity(LLAMA, params, rows, progress=None)
-    assert found["nll"] > 700 and found["perplexity"] == math.inf
+    result = perplexity(LLAMA, params, rows, progress=None)
+    assert result["nll"] > 700 and result["perplexity"] == math.inf
 
 
 def save_archive(path, ids):
@@ -123,8 +123,8 @@ BAD_IDS = {
 def test_bad_token_ids(model, tmp_path, kind):
     path, (save, word) = tmp_path / "ids.npy", BAD_IDS[kind]
     save(path, np.random.default_rng(0).integers(0, 258, (2, 8)))
-    own = {"model": model, "token_ids": path, "workdir": tmp_path / "run"}
-    error = run_script("evaluate", **own).error
+    settings = {"model": model, "token_ids": path, "workdir": tmp_path / "run"}
+    error = run_script("evaluate", **settings).error
     assert word in error, error
     assert not (tmp_path / "run").exists()
 
@@ -148,8 +148,8 @@ def test_bad_text(model, tmp_path, content, flags, word):
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)
-    own = {"model": model, "text": path, "workdir": tmp_path / "run"}
-    error = run_script("evaluate", *flags, **own).error
+    settings = {"model": model, "text": path, "workdir": tmp_path / "run"}
+    error = run_script("evaluate", *flags, **settings).error
     assert word in error, error
     assert not (tmp_path / "run").exists()
 
@@ -175,10 +175,16 @@ def test_labels_in_every_form_of_a_file(tmp_path, capsys):
 
     tiny_models.save_tiny_reader(tmp_path / "bert")
     write_halves(tmp_path, train=60, held_out=21)
-    own = {"data__path": str(tmp_path / "train.jsonl"), "fields": "sentence", "lengths": (32,)}
-    own |= {"labels": "low,high", "together": 1, "batch_size": 8, "steps": 12, "tensorboard": False}
-    own |= {"optimizer__learning_rate": 1e-2, "data__validation_fraction": 0.2}
-    training.run(config_of("p32_glue", f"{tmp_path / 'bert'},labels", **own), tmp_path / "run")
+    options = {"data__path": str(tmp_path / "train.jsonl"), "fields": "sentence", "lengths": (32,)}
+    options |= {
+        "labels": "low,high",
+        "together": 1,
+        "batch_size": 8,
+        "steps": 12,
+        "tensorboard": False,
+    }
+    options |= {"optimizer__learning_rate": 1e-2, "data__validation_fraction": 0.2}
+    training.run(config_of("p32_glue", f"{tmp_path / 'bert'},labels", **options), tmp_path / "run")
     model, rows = load_model(tmp_path / "run" / "model"), read_rows(tmp_path / "held_out.jsonl")
     names = [row["label"] for row in rows]
     for name, mark in (("a.csv", ","), ("a.tsv", "\t")):
@@ -193,13 +199,17 @@ def test_labels_in_every_form_of_a_file(tmp_path, capsys):
         if labels:
             labels = iter(labels)
             write_rows(tmp_path / path, [row | {"label": next(labels)} for row in rows])
-        own = {"input": str(tmp_path / path), "fields": "sentence"}
-        return classify_file(check_config(config_of("classify", model="m", **own)), model, tmp_path)
+        options = {"input": str(tmp_path / path), "fields": "sentence"}
+        return classify_file(
+            check_config(config_of("classify", model="m", **options)), model, tmp_path
+        )
 
-    found = [measured(name) for name in ("held_out.jsonl", "a.csv", "a.tsv", "a.parquet", "saved")]
+    results = [
+        measured(name) for name in ("held_out.jsonl", "a.csv", "a.tsv", "a.parquet", "saved")
+    ]
     for kind in (int, float, bool, lambda number: str(float(number))):
-        found.append(measured("b.jsonl", [kind(name == "high") for name in names]))
-    assert len({one["accuracy"] for one in found}) == 1 and found[0]["accuracy"] > 0.6
+        results.append(measured("b.jsonl", [kind(name == "high") for name in names]))
+    assert len({one["accuracy"] for one in results}) == 1 and results[0]["accuracy"] > 0.6
     some = measured("b.jsonl", [None, "", -1, *names[3:]])
     assert (some["n"], some["rows_without_answer"]) == (18, 3)
     assert "3 of 21 rows have no single answer in 'label'" in capsys.readouterr().err
@@ -214,5 +224,5 @@ def test_labels_in_every_form_of_a_file(tmp_path, capsys):
     other = dataclasses.replace(model, config=dataclasses.replace(model.config, head=head))
     for kind in (["positive", "negative"], [1, 0]):
         again = measured("b.jsonl", [kind[name == "high"] for name in names], other)
-        assert again["accuracy"] == found[0]["accuracy"]
+        assert again["accuracy"] == results[0]["accuracy"]
     assert "mean 'negative', 'positive'" in capsys.readouterr().err

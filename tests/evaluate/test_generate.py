@@ -38,13 +38,13 @@ def greedy_loop(config, params, prompt, count) -> list[int]:
         hidden = causal_lm.forward(config, params, {"tokens": row})["hidden"]
         return causal_lm.logits(config, params, hidden[0, last]).argmax()
 
-    row, place, found = np.zeros((1, 48), np.int32), len(prompt), []
+    row, place, tokens = np.zeros((1, 48), np.int32), len(prompt), []
     row[0, :place] = prompt
     for _ in range(count):
-        found.append(int(likeliest(params, row, place - 1)))
-        row[0, place] = found[-1]
+        tokens.append(int(likeliest(params, row, place - 1)))
+        row[0, place] = tokens[-1]
         place += 1
-    return found
+    return tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -56,8 +56,8 @@ def test_greedy_equals_a_plain_loop(name, generator):
         made = Generator(config, random_params(config), batch_size=4)
     params = random_params(config)
     prompts = [[t % config.vocab_size for t in p] for p in [*PROMPTS, [0, 1, 2]]]
-    found = made(prompts, Sampling(max_new_tokens=CHUNK + 4), progress=None)
-    for prompt, one in zip(prompts, found, strict=True):
+    generations = made(prompts, Sampling(max_new_tokens=CHUNK + 4), progress=None)
+    for prompt, one in zip(prompts, generations, strict=True):
         assert one.tokens == greedy_loop(config, params, prompt, CHUNK + 4), prompt
         assert one.finish == "length"
 
@@ -86,15 +86,15 @@ def test_draws_follow_the_model(generator):
     count, temperature = 512, 2.0
     wide = Generator(BYTES, generator.params, batch_size=64)
     sampling = Sampling(max_new_tokens=1, temperature=temperature)
-    found = wide([PROMPTS[0]] * count, sampling, progress=None)
+    generations = wide([PROMPTS[0]] * count, sampling, progress=None)
     forward = jax.jit(causal_lm.forward, static_argnums=0)
     hidden = forward(BYTES, generator.params, {"tokens": np.array([PROMPTS[0]])})["hidden"]
     logits = np.asarray(causal_lm.logits(BYTES, generator.params, hidden[0, -1]), np.float64)
     p = np.exp(logits / temperature - (logits / temperature).max())
     p /= p.sum()
-    seen = np.bincount([one.tokens[0] for one in found], minlength=BYTES.vocab_size)
+    seen = np.bincount([one.tokens[0] for one in generations], minlength=BYTES.vocab_size)
     order = np.argsort(-p)
-    groups = [part for part in np.array_split(order, 8) if p[part].sum() * count > 5]
+    groups = [group for group in np.array_split(order, 8) if p[group].sum() * count > 5]
     chi2 = sum((seen[g].sum() - count * p[g].sum()) ** 2 / (count * p[g].sum()) for g in groups)
     assert chi2 < 30, chi2  # 8 groups: beyond the 99.98% quantile
 
@@ -103,8 +103,8 @@ def test_the_nucleus_against_a_plain_rule():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(6, 40)).astype(np.float32) * 3
     for top_p in (1e-6, 0.3, 0.9, 0.999):
-        found = np.asarray(nucleus(logits, np.float32(top_p)))
-        for row, kept in zip(logits.astype(np.float64), found, strict=True):
+        filtered = np.asarray(nucleus(logits, np.float32(top_p)))
+        for row, filtered_row in zip(logits.astype(np.float64), filtered, strict=True):
             p = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
             wanted, mass = set(), 0.0
             for token in np.argsort(-p):
@@ -112,43 +112,43 @@ def test_the_nucleus_against_a_plain_rule():
                     break
                 wanted.add(int(token))
                 mass += p[token]
-            assert set(np.flatnonzero(np.isfinite(kept))) == wanted
+            assert set(np.flatnonzero(np.isfinite(filtered_row))) == wanted
     assert np.isfinite(np.asarray(nucleus(logits, np.float32(1.0)))).all()
 
 
 def test_stop_strings_and_eos_end_a_text(generator):
-    whole = generator(PROMPTS, Sampling(max_new_tokens=CHUNK + 8), progress=None)
-    text = whole[0].text
+    complete = generator(PROMPTS, Sampling(max_new_tokens=CHUNK + 8), progress=None)
+    text = complete[0].text
     stop = text[3:5]
     stopping = Sampling(max_new_tokens=CHUNK + 8, stop=("never-there", stop))
-    found = generator(PROMPTS, stopping, progress=None)
-    assert found[0].finish == "stop" and found[0].text == text[: text.find(stop)]
-    assert found[0].tokens == whole[0].tokens[: len(found[0].tokens)]
-    for one, full in zip(found[1:], whole[1:], strict=True):
+    stopped = generator(PROMPTS, stopping, progress=None)
+    assert stopped[0].finish == "stop" and stopped[0].text == text[: text.find(stop)]
+    assert stopped[0].tokens == complete[0].tokens[: len(stopped[0].tokens)]
+    for one, full in zip(stopped[1:], complete[1:], strict=True):
         assert one == full or (one.finish == "stop" and full.text.startswith(one.text))
     # It may begin or end with a special token, which decoded text does not show.
-    tokens, tokenizer = whole[0].tokens, byte_tokenizer()
+    tokens, tokenizer = complete[0].tokens, byte_tokenizer()
     new = (i for i, token in enumerate(tokens) if i and token not in tokens[:i])
     place = next(i for i in new if tokenizer.decode(tokens[i + 1]).isascii())
     name = tokenizer.convert_ids_to_tokens(tokens[place])
     tokenizer.add_special_tokens({"additional_special_tokens": [name]})
     made = Generator(BYTES, generator.params, tokenizer, batch_size=1)
     mixed = Sampling(max_new_tokens=CHUNK + 8, stop=(name + tokenizer.decode(tokens[place + 1]),))
-    (found,) = made(PROMPTS[:1], mixed, progress=None)
-    assert found.finish == "stop" and found.text == tokenizer.decode(tokens[:place])
+    (stopped,) = made(PROMPTS[:1], mixed, progress=None)
+    assert stopped.finish == "stop" and stopped.text == tokenizer.decode(tokens[:place])
     # A stop string that never comes costs nothing but its search.
     never = Sampling(max_new_tokens=CHUNK + 8, stop=("never-there",))
-    assert generator(PROMPTS, never, progress=None) == whole
+    assert generator(PROMPTS, never, progress=None) == complete
     # eos: that of the model ends the computation too.
-    eos = whole[1].tokens[2]
+    eos = complete[1].tokens[2]
     ended = dataclasses.replace(BYTES, eos_id=(eos, 257))
     for made, sampling in (
         (Generator(ended, generator.params, byte_tokenizer(), batch_size=4), Sampling(CHUNK + 8)),
         (generator, Sampling(CHUNK + 8, eos=(eos,))),
     ):
         one = made(PROMPTS, sampling, progress=None)[1]
-        first = whole[1].tokens.index(eos)
-        assert one.tokens == whole[1].tokens[: first + 1] and one.finish == "eos"
+        first = complete[1].tokens.index(eos)
+        assert one.tokens == complete[1].tokens[: first + 1] and one.finish == "eos"
         # All text before it is kept, also if it ends in the middle of a chunk.
         assert one.text == made.tokenizer.decode(one.tokens, skip_special_tokens=True)
         assert len(one.text) >= 1
@@ -170,10 +170,10 @@ def test_batches_of_unlike_length_share_the_program_of_tokens(generator):
     prompts = [[0] * 20, [0] * 18, [0, 3], [0, 4]]
     made = Generator(BYTES, generator.params, batch_size=2)
     before = programs()
-    found = made(prompts, Sampling(max_new_tokens=30), progress=None)
+    batched = made(prompts, Sampling(max_new_tokens=30), progress=None)
     assert programs() == (before[0] + 2, before[1] + 1)
     alone = [made([prompt], Sampling(max_new_tokens=30), progress=None)[0] for prompt in prompts]
-    assert [one.tokens for one in found] == [one.tokens for one in alone]
+    assert [one.tokens for one in batched] == [one.tokens for one in alone]
 
 
 def test_layers_are_taken_apart_without_a_copy():
@@ -184,11 +184,11 @@ def test_layers_are_taken_apart_without_a_copy():
     assert len(apart["stack"]) == 2
     for i in range(2):
         for name in ("gate", "up", "down"):
-            whole = stacked["stack"]["segment_0"]["slot_0"]["ffn"][name]["kernel"]
-            own = apart["stack"][f"segment_{i}"]["slot_0"]["ffn"][name]["kernel"]
-            assert (np.asarray(own) == np.asarray(whole)[i : i + 1]).all()
-            step = whole.nbytes // whole.shape[0]
-            assert own.unsafe_buffer_pointer() == whole.unsafe_buffer_pointer() + i * step
+            stack = stacked["stack"]["segment_0"]["slot_0"]["ffn"][name]["kernel"]
+            kernel = apart["stack"][f"segment_{i}"]["slot_0"]["ffn"][name]["kernel"]
+            assert (np.asarray(kernel) == np.asarray(stack)[i : i + 1]).all()
+            step = stack.nbytes // stack.shape[0]
+            assert kernel.unsafe_buffer_pointer() == stack.unsafe_buffer_pointer() + i * step
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ def test_prompts_and_settings_that_cannot_be(generator, prompt, sampling, messag
 def test_a_long_prompt_can_lose_its_beginning(generator):
     long = [0, *range(2, 80)]
     one = generator([long], Sampling(max_new_tokens=8), truncate=True, progress=None)[0]
-    kept = generator([[0, *long[-55:]]], Sampling(max_new_tokens=8), progress=None)[0]
-    assert one == kept and isinstance(one, Generation)
+    shortened = generator([[0, *long[-55:]]], Sampling(max_new_tokens=8), progress=None)[0]
+    assert one == shortened and isinstance(one, Generation)
     wordless = Generator(BYTES, generator.params)
     refused("stop strings need a tokenizer", wordless, [[0]], Sampling(stop=("a",)), progress=None)
     refused("2 prompts, but 1 samplings", generator, [[0], [1]], [Sampling()], progress=None)

@@ -19,12 +19,12 @@ def test_perplexity_stays_within_a_third_of_a_percent(name, request, shared_data
     model = load_model(request.getfixturevalue(name))
     text = (shared_data / "wikitext2" / "test.raw.txt").read_text()[:80_000]
     rows = text_windows(text, model.tokenizer, 256, 40)
-    found = {}
+    perplexities = {}
     for dtype, options in DTYPES.items():
         made = perplexity(model.config, model.params, rows, options=options)
-        found[dtype] = made["perplexity"]
-    print(f"{name}: {found}, {found['bfloat16'] / found['float32'] - 1:+.3%}")
-    assert len(rows) == 40 and abs(found["bfloat16"] / found["float32"] - 1) <= 3e-3
+        perplexities[dtype] = made["perplexity"]
+    print(f"{name}: {perplexities}, {perplexities['bfloat16'] / perplexities['float32'] - 1:+.3%}")
+    assert len(rows) == 40 and abs(perplexities["bfloat16"] / perplexities["float32"] - 1) <= 3e-3
 
 
 def test_few_of_200_answers_change(lm_eval, shared_data, smollm2_gguf):
@@ -39,7 +39,7 @@ def test_few_of_200_answers_change(lm_eval, shared_data, smollm2_gguf):
         samples = lm_eval.simple_evaluate(lm, **pack._asdict(), limit=100, bootstrap_iters=0)
         rows = [row for rows in samples["samples"].values() for row in rows]
         scores = [[float(answer[0][0]) for answer in row["resps"]] for row in rows]
-        chosen[dtype] = [int(np.argmax(own)) for own in scores]
+        chosen[dtype] = [int(np.argmax(answer_scores)) for answer_scores in scores]
     changed = np.not_equal(*chosen.values())
     print(f"SmolLM2, bfloat16: {changed.sum()} of {changed.size} choices differ from float32's")
     assert changed.size == 200 and changed.sum() <= 10

@@ -82,9 +82,9 @@ def test_every_request_moves_a_bar(tiny, monkeypatch):
     shown = sys.stderr.getvalue()
     for label in ("encode", "log-likelihoods", "generate"):
         assert f"{label}: 100%" in shown and re.search(rf"{label}: .* 3/3 \[", shown)
-    told = []
-    tiny.generator([[2]] * 6, Sampling(2), progress=told.append)
-    assert told == [4, 2], "batches of 4"
+    reported = []
+    tiny.generator([[2]] * 6, Sampling(2), progress=reported.append)
+    assert reported == [4, 2], "batches of 4"
 
 
 def test_long_prompts_lose_what_the_torch_model_loses(tiny, torch_lm):
@@ -109,10 +109,10 @@ def test_long_prompts_lose_what_the_torch_model_loses(tiny, torch_lm):
 def test_special_tokens_end_a_text(lm_eval):
     """The end is not in the text: a stop string or the tokenizer's eos, and texts with neither."""
     request = instance("The cat", {"until": ["never-there"], "max_gen_toks": 40})
-    whole = lm_of(eos_id=None).generator([byte_tokenizer().encode("The cat")], Sampling(40))[0]
-    place = next(i for i in range(2, 40) if whole.tokens[i] not in whole.tokens[:i])
-    name = byte_tokenizer().convert_ids_to_tokens(whole.tokens[place])
-    wanted = byte_tokenizer().decode(whole.tokens[:place])
+    generation = lm_of(eos_id=None).generator([byte_tokenizer().encode("The cat")], Sampling(40))[0]
+    place = next(i for i in range(2, 40) if generation.tokens[i] not in generation.tokens[:i])
+    name = byte_tokenizer().convert_ids_to_tokens(generation.tokens[place])
+    wanted = byte_tokenizer().decode(generation.tokens[:place])
     stopped, ended = byte_tokenizer(), byte_tokenizer()
     stopped.add_special_tokens({"additional_special_tokens": [name]})
     lm = lm_of(stopped, eos_id=None)
@@ -147,8 +147,8 @@ def test_without_any_eos(lm_eval):
 def test_contexts_without_tokens(tiny):
     """White space belongs to the continuation; an empty context becomes the bos."""
     pairs = [("  ", "b"), ("", "  b"), ("<s>", "  b"), ("\n", " b")]
-    found = tiny.loglikelihood([instance(*pair) for pair in pairs])
-    assert found[0] == found[1] == found[2] != found[3]
+    scores = tiny.loglikelihood([instance(*pair) for pair in pairs])
+    assert scores[0] == scores[1] == scores[2] != scores[3]
     wanted = {"until": ["\n\n\n"], "max_gen_toks": 9}
     empty, bos = (tiny.generate_until([instance(text, wanted)]) for text in ("", "<s>"))
     assert empty == bos
@@ -181,9 +181,9 @@ def test_unknown_generation_settings_are_refused(tiny):
 
 def test_the_script_writes_scores_intervals_and_samples(tmp_path, lm_eval, shared_data):
     save_tiny(tmp_path / "model", dataclasses.replace(SMALL, max_position=512))
-    own = {"tasks": ("piqa", "mmlu"), "data_root": shared_data, "limit": 3, "num_fewshot": 0}
-    own |= {"model": tmp_path / "model", "workdir": tmp_path / "run"}
-    done = run_script("evaluate", config="configs/harness.py", **own)
+    settings = {"tasks": ("piqa", "mmlu"), "data_root": shared_data, "limit": 3, "num_fewshot": 0}
+    settings |= {"model": tmp_path / "model", "workdir": tmp_path / "run"}
+    done = run_script("evaluate", config="configs/harness.py", **settings)
     assert done.code == 0, done.err
     tasks = json.loads((tmp_path / "run" / "results.json").read_text())["tasks"]
     assert set(tasks) == {"piqa", "mmlu"} and tasks["piqa"]["n"] == tasks["mmlu"]["n"] == 3

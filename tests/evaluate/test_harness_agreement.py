@@ -22,15 +22,15 @@ def test_smollm2_agrees_with_the_harness(torch, lm_eval, shared_data, smollm2_gg
     params = unstack(model.params)
     save_pretrained(model.config, params, tmp_path / "model", tokenizer=model.tokenizer)
     theirs, ours = hf_model(torch, tmp_path / "model", 20), HarnessLM(model, batch_size=20)
-    found = []
+    samples = []
     for lm in (ours, theirs):
         pack = make_task_pack(str(shared_data), ["piqa", "hellaswag"], num_fewshot=0)
         start = time.monotonic()
         made = lm_eval.simple_evaluate(lm, **pack._asdict(), limit=100, bootstrap_iters=0)
-        found.append(made["samples"])
+        samples.append(made["samples"])
         print(f"{type(lm).__name__}: 200 questions in {time.monotonic() - start:.1f} s")
-    for task, rows in found[0].items():
-        for one, other in zip(rows, found[1][task], strict=True):
+    for task, rows in samples[0].items():
+        for one, other in zip(rows, samples[1][task], strict=True):
             a, b = ([float(r[0][0]) for r in row["resps"]] for row in (one, other))
             assert np.max(np.abs(np.subtract(a, b))) <= 1e-3, (task, one["doc_id"])
             assert (one["acc"], one["acc_norm"]) == (other["acc"], other["acc_norm"])

@@ -132,11 +132,11 @@ def test_arc_as_an_instruction(shared_data):
         answer = read["choices"]["label"].index(read["answerKey"])
         return read["question"], (read["choices"]["text"], answer)
 
-    found = dict(map(content, read_rows(local / "test_llm_adapters.jsonl")))
+    by_question = dict(map(content, read_rows(local / "test_llm_adapters.jsonl")))
     agree, differ = 0, []
     for question, expected in map(content, read_rows(local / "test.jsonl")):
-        if question in found:
-            same = found[question] == expected
+        if question in by_question:
+            same = by_question[question] == expected
             agree += same
             differ += [] if same else [question]
     assert agree > 1000 and len(differ) < 15, differ
@@ -160,16 +160,16 @@ def test_a_run_offline(lm_eval, shared_data):
     names = ["gsm8k", "nq_open", "winogrande", "lambada_openai", "mmlu_virology", "cb"]
     pack = make_task_pack(str(shared_data), names)
     assert [task.config.num_fewshot for task in pack.tasks] == [5, 5, 0, 0, 5, 0]
-    found = run(lm_eval, DummyLM(), pack, limit=3)
-    results = found["results"]
+    evaluation = run(lm_eval, DummyLM(), pack, limit=3)
+    results = evaluation["results"]
     assert results["gsm8k"]["exact_match,strict-match"] == 0.0
     assert {"acc,none", "f1,none"} <= set(results["cb"])
-    [sample, *_] = found["samples"]["mmlu_virology"]
+    [sample, *_] = evaluation["samples"]["mmlu_virology"]
     prompt = sample["arguments"][0][0]
     assert prompt.startswith("The following are multiple choice questions (with answers) about vir")
     assert prompt.count("Answer:") == 6
     assert sample["doc"]["subject"] == "virology"
-    assert found["samples"]["gsm8k"][0]["arguments"][0][0].count("Question:") == 6
+    assert evaluation["samples"]["gsm8k"][0]["arguments"][0][0].count("Question:") == 6
 
 
 def test_group_accuracy_weights_questions_not_subjects(lm_eval, tmp_path):
@@ -265,7 +265,7 @@ def test_fewshot_from_evaluation(shared_data, name):
     key = "\nAnswer:" if name == "gsm8k" else "\n\n"
     for _, prompt, *_ in requests_of(task, limit=20)[::4]:
         begin = "Question: " if name == "gsm8k" else "Article: "
-        shown = [part.split(key)[0] for part in prompt.split(begin)[1:]]
+        shown = [example.split(key)[0] for example in prompt.split(begin)[1:]]
         assert len(shown) == 6 and shown.count(shown[-1]) == 1
 
 

@@ -50,8 +50,12 @@ def test_texts_and_what_is_none(tmp_path):
         for path in (tmp_path / "text.txt", str(tmp_path / "text.txt")):
             refused("is the path of a file.*read_text", call, model, path)
     refused("integer ids", fh.hidden_states, model, np.ones((1, 2)))
-    for texts, told in (([], "at least one"), ([3], "not iterable"), (["a", ("a", "b")], "or all")):
-        refused(told, fh.hidden_states, model, texts, error=(ValueError, TypeError))
+    for texts, message in (
+        ([], "at least one"),
+        ([3], "not iterable"),
+        (["a", ("a", "b")], "or all"),
+    ):
+        refused(message, fh.hidden_states, model, texts, error=(ValueError, TypeError))
     masked = (np.zeros((2, 3), int), np.ones((2, 2), bool))
     refused("must be", fh.hidden_states, model, *masked)
     refused("outside the vocabulary", fh.hidden_states, model, np.full((1, 2), 999))

@@ -35,9 +35,11 @@ def files(tmp_path):
     paths |= {name: tmp_path / f"{name}.jsonl" for name in ("ours", "theirs")}
     for model, path in paths.items():
         said = [[f"{model} says {i}", f"{model} adds {i}"] for i in range(3)]
-        own = {"answer_id": "a", "model_id": model, "tstamp": 1.0}
+        common = {"answer_id": "a", "model_id": model, "tstamp": 1.0}
         choices = [[{"index": 0, "turns": turns}] for turns in said]
-        write_rows(path, [{"question_id": i, "choices": x, **own} for i, x in enumerate(choices)])
+        write_rows(
+            path, [{"question_id": i, "choices": x, **common} for i, x in enumerate(choices)]
+        )
     return {"data_root": str(tmp_path / "data"), **{k: str(path) for k, path in paths.items()}}
 
 
@@ -317,9 +319,9 @@ def test_answers_that_lack(server, files, tmp_path, capsys):
 
 def test_the_script(server, files, tmp_path):
     server.behave = lambda n, data: chat("[[9]]")
-    own = {"answers": files["ours"], "data_root": files["data_root"], "url": server.url}
-    own |= {"judge_model": "j", "key_env": "JUDGE_KEY", "workdir": tmp_path / "out"}
-    done = run_script("evaluate", config="configs/judge.py", **own)
+    settings = {"answers": files["ours"], "data_root": files["data_root"], "url": server.url}
+    settings |= {"judge_model": "j", "key_env": "JUDGE_KEY", "workdir": tmp_path / "out"}
+    done = run_script("evaluate", config="configs/judge.py", **settings)
     assert done.code == 0, done.err
     assert "score 9.00" in done.out and nowhere(tmp_path / "out", KEY)
     assert json.loads((tmp_path / "out" / "results.json").read_text())["score"] == 9.0

@@ -32,21 +32,21 @@ def test_every_damage_is_that_of_the_whole_model(case):
     config, params, rows, results, *_ = case
     layer = massive_weights(config, params).layer
     assert results["layer_index"] == layer
-    whole = perplexity(config, params, rows, progress=None)["nll"]
-    assert results["nll"] == pytest.approx(whole, rel=1e-6)
-    width, found = config.layers[layer].ffn_width, results["neurons"]
-    assert len(found) == width + 5
-    assert sum(row["layer"] == layer for row in found) == width
-    assert max(abs(row["damage"]) for row in found) > 1e-4
-    for row in [*found[:3], *found[-5:]]:
+    intact_nll = perplexity(config, params, rows, progress=None)["nll"]
+    assert results["nll"] == pytest.approx(intact_nll, rel=1e-6)
+    width, neurons = config.layers[layer].ffn_width, results["neurons"]
+    assert len(neurons) == width + 5
+    assert sum(row["layer"] == layer for row in neurons) == width
+    assert max(abs(row["damage"]) for row in neurons) > 1e-4
+    for row in [*neurons[:3], *neurons[-5:]]:
         tree = unstack(random_params(config, dtype=np.float32))
         tree["layers"][row["layer"]]["ffn"]["down"]["kernel"][row["neuron"]] = 0
         nll = perplexity(config, restack(config, tree), rows, progress=None)["nll"]
-        assert row["damage"] == pytest.approx(nll - whole, abs=2e-6)
+        assert row["damage"] == pytest.approx(nll - intact_nll, abs=2e-6)
         scores = layer_scores("entropy", tree["layers"][row["layer"]]["ffn"], layer=0)
         # The zeroed row has the first rank; the others keep their order.
-        own = layer_scores("entropy", unstack(params)["layers"][row["layer"]]["ffn"], layer=0)
-        below = (own < own[row["neuron"]]).sum()
+        intact = layer_scores("entropy", unstack(params)["layers"][row["layer"]]["ffn"], layer=0)
+        below = (intact < intact[row["neuron"]]).sum()
         assert row["entropy_rank"] == pytest.approx(below / (len(scores) - 1))
 
 
@@ -59,9 +59,9 @@ def test_it_goes_on(case):
     again.mkdir()
     (again / "metrics.jsonl").write_text(lines[0] + json.dumps(changed) + "\n" + lines[2][:9])
     for _ in range(2):
-        found = evaluation.run(config_of("analyze", "lesions", **settings), again)["neurons"]
-        assert found[0]["damage"] == pytest.approx(99.0 - results["nll"])
-        assert found[1:] == results["neurons"][1:]
+        neurons = evaluation.run(config_of("analyze", "lesions", **settings), again)["neurons"]
+        assert neurons[0]["damage"] == pytest.approx(99.0 - results["nll"])
+        assert neurons[1:] == results["neurons"][1:]
     assert (again / "lesions.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -71,8 +71,8 @@ def test_a_damage_that_is_no_number_is_kept(case):
     changed = json.loads(second) | {"nll": "nan"}
     (root / "nan").mkdir()
     (root / "nan" / "metrics.jsonl").write_text(first + json.dumps(changed) + "\n")
-    found = evaluation.run(config_of("analyze", "lesions", **settings), root / "nan")["neurons"]
-    assert np.isnan(found[0]["damage"]) and found[1:] == results["neurons"][1:]
+    neurons = evaluation.run(config_of("analyze", "lesions", **settings), root / "nan")["neurons"]
+    assert np.isnan(neurons[0]["damage"]) and neurons[1:] == results["neurons"][1:]
 
 
 def test_the_others_are_drawn_from_all_other_layers():

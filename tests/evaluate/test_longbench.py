@@ -61,8 +61,10 @@ def test_questions_are_the_published_prompts(model, shared_data):
     rows = read_rows(shared_data / "longbench" / "minilongbench.jsonl")
     rows = [row for row in rows if row["dataset"] in QA]
     assert collections.Counter(row["dataset"] for row in rows) == {k: n for k, (_, n) in QA.items()}
-    found = requests_of(task, None)
-    assert [asked[:2] for asked in found] == [("generate_until", x["origin_prompt"]) for x in rows]
+    requests = requests_of(task, None)
+    assert [asked[:2] for asked in requests] == [
+        ("generate_until", x["origin_prompt"]) for x in rows
+    ]
     lm, asked = HarnessLM(model, max_length=16_000), []
     lm.generator = lambda prompts, samplings, **_: asked.extend(samplings) or []
     with pytest.raises(ValueError, match="zip"):  # nothing is answered
@@ -142,9 +144,9 @@ def test_answers_are_scored_as_by_longbench(shared_data):
     for doc in task.eval_docs:
         gold = doc["answers"][-1]
         for said in (gold, f" The {gold}, the city of Rome.", "nothing"):
-            found = task.process_results(doc, [said])
+            scores = task.process_results(doc, [said])
             best = max(oracle_f1(said, answer) for answer in doc["answers"])
-            assert found == {"f1": pytest.approx(best, abs=1e-12)}
+            assert scores == {"f1": pytest.approx(best, abs=1e-12)}
             seen[round(best, 1)] += 1
         lines = task.process_results(doc, [f"\n{gold}\nQuestion: who?"])["f1"]
         assert (lines == 1.0) == (doc["dataset"] == "triviaqa")
@@ -164,8 +166,8 @@ def test_long_prompts_lose_their_middle(model, shared_data):
     ids = lm.tok_encode("".join(map(chr, range(48, 123))) * 4)
     text = lm.tokenizer.decode(ids)
     for new, first, last in ((80, 10, 10), (79, 11, 10), (99, 1, 0)):
-        found = lm._prompt(text, new, middle=True)
-        assert found == [*ids[:first], *ids[len(ids) - last :]]
+        prompt = lm._prompt(text, new, middle=True)
+        assert prompt == [*ids[:first], *ids[len(ids) - last :]]
     assert lm._prompt("short", 80, middle=True) == lm.tok_encode("short")
     # Given in the row.
     asked, answer = [], Generation("x", [5], "eos")
@@ -178,8 +180,8 @@ def test_long_prompts_lose_their_middle(model, shared_data):
 
 def test_a_run(model, shared_data, tmp_path):
     """Real rows, thousands of tokens, in a model of 160 positions."""
-    own = {"data_root": str(shared_data), "tasks": ("minilongbench_qa",)}
-    config = config_of("harness", model="x", limit=2, **own)
-    found = evaluate_tasks(check_config(config), model, tmp_path)["tasks"]["minilongbench_qa"]
-    assert found["n"] == 2 and found["shots"] == 0 and 0 <= found["f1"] <= 1
-    assert np.isfinite(found["f1"]) and "f1_low" not in found
+    settings = {"data_root": str(shared_data), "tasks": ("minilongbench_qa",)}
+    config = config_of("harness", model="x", limit=2, **settings)
+    scores = evaluate_tasks(check_config(config), model, tmp_path)["tasks"]["minilongbench_qa"]
+    assert scores["n"] == 2 and scores["shots"] == 0 and 0 <= scores["f1"] <= 1
+    assert np.isfinite(scores["f1"]) and "f1_low" not in scores

@@ -19,12 +19,12 @@ def directory(tmp_path_factory):
 def test_the_analysis(directory, tmp_path, capsys):
     config = config_of("analyze", "massive", model=str(directory), sentence="ab cd")
     results = evaluation.run(config, tmp_path)
-    found = massive_weights(LLAMA, random_params(LLAMA))
-    assert results["layer_index"] == found.layer == results["layer"] - 1
-    assert results["indices"] == found.indices.tolist()[:32]
+    massive = massive_weights(LLAMA, random_params(LLAMA))
+    assert results["layer_index"] == massive.layer == results["layer"] - 1
+    assert results["indices"] == massive.indices.tolist()[:32]
     for layer, row in enumerate(results["layers"]):
         assert list(row) == list(STATES)
-        states = found.states[layer]
+        states = massive.states[layer]
         np.testing.assert_allclose(row["intermediate"]["top"], -np.sort(-states)[:3], rtol=1e-5)
         np.testing.assert_allclose(row["intermediate"]["median"], np.median(states), rtol=1e-5)
         following = results["layers"][layer + 1]["h_in"] if layer + 1 < 4 else row["h_out"]

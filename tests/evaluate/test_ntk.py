@@ -95,9 +95,9 @@ def test_kernels_are_those_of_whole_gradients(family, method, monkeypatch):
         model, _ = fuse(model, {"method": method, "ratio": 0.5, "layers": str(LAYER), "steps": 2})
     data = rows_of((5, 9, 5, 9, 5), model.config.vocab_size)
     monkeypatch.setattr(ntk, "MOST", 500)
-    found, wanted = measured(model, data), by_gradients(model, data)
+    kernels, wanted = measured(model, data), by_gradients(model, data)
     for name, kernel in wanted.items():
-        assert np.abs(found[name] - kernel).max() <= 1e-10 * np.abs(kernel).max(), name
+        assert np.abs(kernels[name] - kernel).max() <= 1e-10 * np.abs(kernel).max(), name
 
 
 OTHERS = [(None, name, "lora_a") for name in ("gate", "up", "down")]
@@ -130,19 +130,21 @@ def test_the_head_is_the_seeds_and_a_trained_one_stays():
 def test_errors_are_norms_of_differences():
     rng = np.random.default_rng(0)
     shapes = {"adam": (3, 3), "sgd": (3, 3), "y": (2, 4, 5), "block": (2, 4, 5)}
-    whole, other = ({k: rng.normal(size=v) for k, v in shapes.items()} for _ in range(2))
+    reference, other = ({k: rng.normal(size=v) for k, v in shapes.items()} for _ in range(2))
     counted = np.array([[True, True, False, False], [True, False, False, False]])
-    found = errors_of(whole, other, {"": counted})
+    errors = errors_of(reference, other, {"": counted})
     places = ((0, 0), (0, 1), (1, 0))
     for name, state in (("output_error", "y"), ("block_error", "block")):
-        apart = [np.sqrt(((whole[state] - other[state])[place] ** 2).sum()) for place in places]
-        assert found[name] == pytest.approx(sum(apart) / 3)
-    square = ((whole["adam"] - other["adam"]) ** 2).sum()
-    assert found["ntk_error"] == pytest.approx(square**0.5)
-    one, two = (math.sqrt(math.fsum(x * x for x in k["adam"].ravel())) for k in (whole, other))
-    assert found["ntk_norm_ratio"] == pytest.approx(two / one)
-    products = (x * y for x, y in zip(whole["adam"].ravel(), other["adam"].ravel(), strict=True))
-    assert found["ntk_cosine"] == pytest.approx(math.fsum(products) / (one * two))
+        apart = [np.sqrt(((reference[state] - other[state])[place] ** 2).sum()) for place in places]
+        assert errors[name] == pytest.approx(sum(apart) / 3)
+    square = ((reference["adam"] - other["adam"]) ** 2).sum()
+    assert errors["ntk_error"] == pytest.approx(square**0.5)
+    one, two = (math.sqrt(math.fsum(x * x for x in k["adam"].ravel())) for k in (reference, other))
+    assert errors["ntk_norm_ratio"] == pytest.approx(two / one)
+    products = (
+        x * y for x, y in zip(reference["adam"].ravel(), other["adam"].ravel(), strict=True)
+    )
+    assert errors["ntk_cosine"] == pytest.approx(math.fsum(products) / (one * two))
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +184,9 @@ def test_the_analysis(reader, tmp_path):
     ids, types, _ = encode_texts(model.tokenizer, texts, Form(True, 1, 64))
     data = Encoded(ids, types, np.full(4, np.nan), 0)
     y = measured(with_random_head(model), data)["y"]
-    own = np.linalg.norm(y - ffn_of(model)["down"]["bias"], axis=-1)
+    norms = np.linalg.norm(y - ffn_of(model)["down"]["bias"], axis=-1)
     real = np.arange(y.shape[1]) < np.array([[len(row)] for row in ids])
-    assert errors[BIAS]["output_error"] == pytest.approx(own[real].mean(), rel=1e-4)
+    assert errors[BIAS]["output_error"] == pytest.approx(norms[real].mean(), rel=1e-4)
     rows = read_rows((tmp_path / "w" / "rows.jsonl").read_text(), "rows.jsonl")
     assert {"errors/svd/ntk_error", "errors/svd/kept_share"} <= {row["what"] for row in rows}
     assert (tmp_path / "w" / "ntk.png").exists()
@@ -224,7 +226,7 @@ def test_real_kernels_are_torchs(torch, minilm_dir, shared_data):
 
     model = with_random_head(load_model(minilm_dir, dtype=np.float64))
     data = sentences(shared_data, model.tokenizer, 8)
-    found = measured(model, data, 0)
+    kernels = measured(model, data, 0)
 
     kind = transformers.BertForSequenceClassification
     other = kind.from_pretrained(minilm_dir, attn_implementation="eager").double().eval()
@@ -239,7 +241,7 @@ def test_real_kernels_are_torchs(torch, minilm_dir, shared_data):
         rows.append(torch.cat([x.ravel() for x in torch.autograd.grad(chance, leaves)]).numpy())
     g = np.stack(rows)
     for name, kernel in (("adam", g @ np.sign(g).T), ("sgd", g @ g.T)):
-        assert np.abs(found[name] - kernel).max() <= 1e-8 * np.abs(kernel).max(), name
+        assert np.abs(kernels[name] - kernel).max() <= 1e-8 * np.abs(kernel).max(), name
 
 
 def of_numpy(ffn, x):
@@ -262,20 +264,20 @@ FEWER = ["fusion", "merged", "sqrt", "svd", "sketch", "mmd", "structured", "unst
 @pytest.mark.parametrize("method", [*FEWER, "random"])
 def test_real_output_errors_are_numpys(minilm_dir, shared_data, method):
     """The last four layers of MiniLM, 1,536 to 384 neurons, 32 sentences: each layer's outputs."""
-    whole = with_random_head(load_model(minilm_dir))
-    data = sentences(shared_data, whole.tokenizer, 32)
+    dense = with_random_head(load_model(minilm_dir))
+    data = sentences(shared_data, dense.tokenizer, 32)
     ids = data.ids
     settings = {"ratio": 0.75, "layers": "2-5"}
     if method == "random":
-        small, _ = SURGERIES["prune"](whole, settings | {"criterion": "random"})
+        small, _ = SURGERIES["prune"](dense, settings | {"criterion": "random"})
     else:
-        small, _ = fuse(whole, settings | {"method": method, "steps": 10})
+        small, _ = fuse(dense, settings | {"method": method, "steps": 10})
     real = np.arange(max(map(len, ids))) < np.array([[len(row)] for row in ids])
     with jax.enable_x64(False):
         for layer in (2, 5):
-            a, b = (ntk.token_states(one, data, layer, progress=None) for one in (whole, small))
-            found = errors_of(a | NO_KERNELS, b | NO_KERNELS, {"": real})["output_error"]
-            pairs = ((whole, a), (small, b))
+            a, b = (ntk.token_states(one, data, layer, progress=None) for one in (dense, small))
+            error = errors_of(a | NO_KERNELS, b | NO_KERNELS, {"": real})["output_error"]
+            pairs = ((dense, a), (small, b))
             outputs = [of_numpy(ffn_of(one, layer), seen["x"]) for one, seen in pairs]
             apart = np.sqrt(((outputs[0] - outputs[1]) ** 2).sum(-1))[real]
-            assert found == pytest.approx(apart.mean(), rel=1e-4)
+            assert error == pytest.approx(apart.mean(), rel=1e-4)

@@ -138,10 +138,10 @@ def test_dies_with_its_parent(mechanism):
 
 def wait_for(condition, seconds: float = 20.0):
     end = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
-    return found
+    return value
 
 
 RIGHT = """\r

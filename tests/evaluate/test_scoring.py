@@ -20,15 +20,15 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 def requests_of(seed: int = 0, vocab: int = 29) -> list[tuple[list[int], list[int]]]:
     """Questions with four answers after few-shot examples (some equal), and one short request."""
     rng = np.random.default_rng(seed)
-    found = []
+    requests = []
     for _ in range(3):
         shots = rng.integers(0, vocab, 6).tolist()
         for _ in range(3):
             question = shots + rng.integers(0, vocab, rng.integers(1, 5)).tolist()
             answers = [rng.integers(0, vocab, n).tolist() for n in (1, 1, 4, 2)]
-            found += [(question, answer) for answer in [*answers, answers[2]]]
-    found.append(([3], [5]))
-    return [found[i] for i in rng.permutation(len(found))]
+            requests += [(question, answer) for answer in [*answers, answers[2]]]
+    requests.append(([3], [5]))
+    return [requests[i] for i in rng.permutation(len(requests))]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -58,14 +58,14 @@ def test_scores_equal_those_of_each_request_alone(name):
     row = np.array([context + [0] * (24 - len(context))])
     likeliest = int(logits_of(config, params, row)[0, len(context) - 1].argmax())
     requests.append((context, [likeliest]))
-    found = score(config, params, requests, batch_tokens=32, progress=None)
+    scores = score(config, params, requests, batch_tokens=32, progress=None)
     lengths = {len(context + continuation) for context, continuation in requests}
     assert max(lengths) > 3  # longer than Gemma's windows here
-    for request, (logprob, greedy) in zip(requests, found, strict=True):
+    for request, (logprob, greedy) in zip(requests, scores, strict=True):
         expected = alone(config, params, *request)
         assert abs(logprob - expected[0]) <= 1e-4, request
         assert greedy == expected[1], request
-    assert found[-1].greedy
+    assert scores[-1].greedy
 
 
 def test_what_is_shared_is_computed_once():

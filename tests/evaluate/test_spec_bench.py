@@ -53,15 +53,15 @@ def test_what_the_judge_is_shown(questions, shared_data, tmp_path):
     """Each turn is a job, with the question's reference if its category is judged with one."""
     rows = [chat.answer_row("spec_bench", q, "tiny", ["said"] * len(q.turns)) for q in questions]
     path = write_rows(tmp_path / "answers.jsonl", rows)
-    own = {"url": "http://localhost:1", "judge_model": "judge", "key_env": ""}
-    own |= {"data_root": str(shared_data), "answers": str(path)}
-    settings = check_config(config_of("judge", benchmark="spec_bench", **own))
+    options = {"url": "http://localhost:1", "judge_model": "judge", "key_env": ""}
+    options |= {"data_root": str(shared_data), "answers": str(path)}
+    settings = check_config(config_of("judge", benchmark="spec_bench", **options))
     jobs, models, unanswered = judge.read_jobs(settings)
     assert (len(jobs), models, unanswered) == (560, ["tiny"], 0)
     judged_by = collections.Counter(job.question.category for job in jobs if job.reference)
     # One question of coding has none.
-    whole = dict.fromkeys(("translation", "summarization", "math_reasoning", "rag"), 80)
-    assert judged_by == whole | {"math": 20, "reasoning": 20, "coding": 18}
+    complete = dict.fromkeys(("translation", "summarization", "math_reasoning", "rag"), 80)
+    assert judged_by == complete | {"math": 20, "reasoning": 20, "coding": 18}
     asker = judge.Judge(settings, models)
     for job in jobs[160:]:
         name, prompt = asker._prompts(job)[""]

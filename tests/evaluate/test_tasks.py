@@ -71,28 +71,28 @@ def stock(tmp_path, monkeypatch):
         group = {"group": name, "task": ["few", "many"], **settings}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(group))
     # The harness's own tasks need the network.
-    own = {"include_path": str(tmp_path), "include_defaults": False}
-    manager = functools.partial(lm_eval.tasks.TaskManager, **own)
+    options = {"include_path": str(tmp_path), "include_defaults": False}
+    manager = functools.partial(lm_eval.tasks.TaskManager, **options)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", manager)
 
 
 def test_stock_groups_and_tags(stock, model):
     """A group's row is over all questions, or the harness's own; each task of a tag has one."""
     config = config_of("harness", model="x", tasks=("plain",))
-    found = evaluated(config, model)
-    assert list(found) == ["plain", "few", "many"]
-    few, many, plain = found["few"], found["many"], found["plain"]
+    rows = evaluated(config, model)
+    assert list(rows) == ["plain", "few", "many"]
+    few, many, plain = rows["few"], rows["many"], rows["plain"]
     assert (few["n"], many["n"], plain["n"], plain["shots"]) == (2, 5, 7, 0)
     assert plain["acc"] == pytest.approx((2 * few["acc"] + 5 * many["acc"]) / 7)
     # For a metric that only one of them has: that value.
     assert "acc_norm" not in few and plain["acc_norm"] == many["acc_norm"]
     assert plain["acc_low"] < plain["acc"] < plain["acc_high"]
     config.tasks = ("both", "mean")
-    found = evaluated(config, model)
-    assert list(found) == ["few", "many", "mean"]
-    assert (found["few"], found["many"]) == (few, many)
-    assert found["mean"]["acc"] == pytest.approx((few["acc"] + many["acc"]) / 2)
-    assert found["mean"]["n"] == 7 and "acc_norm" not in found["mean"]
+    rows = evaluated(config, model)
+    assert list(rows) == ["few", "many", "mean"]
+    assert (rows["few"], rows["many"]) == (few, many)
+    assert rows["mean"]["acc"] == pytest.approx((few["acc"] + many["acc"]) / 2)
+    assert rows["mean"]["n"] == 7 and "acc_norm" not in rows["mean"]
 
 
 def test_foreign_code_tasks_are_refused(stock, model, tmp_path):
@@ -167,9 +167,9 @@ def test_graders_that_were_read_grade(stock, model, tmp_path, monkeypatch, lm_ev
     for name in ("gsm8k/gsm8k", "hendrycks_math/hendrycks_math_algebra"):
         written(tmp_path, name.split("/")[1], f"include: {tasks / name}.yaml")
     names = ("gsm8k", "hendrycks_math_algebra")
-    found = evaluated(config_of("harness", model="x", tasks=names, num_fewshot=0), model)
-    assert found["gsm8k"]["exact_match_strict-match"] == 1
-    assert found["hendrycks_math_algebra"]["exact_match"] == 1
+    rows = evaluated(config_of("harness", model="x", tasks=names, num_fewshot=0), model)
+    assert rows["gsm8k"]["exact_match_strict-match"] == 1
+    assert rows["hendrycks_math_algebra"]["exact_match"] == 1
 
 
 def test_read_graders_are_those_of_the_harness_here(lm_eval):
@@ -187,8 +187,8 @@ def test_limits_are_cut_to_what_there_is(stock, model, tmp_path):
     counts = {name: row["n"] for name, row in evaluated(config, model).items()}
     assert counts == {"plain": 6, "few": 2, "many": 4}
     config.tasks, config.limit = ("both", "mean"), 3
-    found = evaluated(config, model, epath.Path(tmp_path))
-    assert {name: row["n"] for name, row in found.items()} == {"few": 2, "many": 3, "mean": 3}
+    rows = evaluated(config, model, epath.Path(tmp_path))
+    assert {name: row["n"] for name, row in rows.items()} == {"few": 2, "many": 3, "mean": 3}
     assert len(read_rows(tmp_path / "samples" / "few.jsonl")) in (1, 2)
     write_rows(tmp_path / "data" / "piqa" / "validation.jsonl", questions(4))
     config = config_of("harness", model="x", data_root=str(tmp_path / "data"), limit=100)
@@ -206,17 +206,17 @@ def test_limits_are_cut_to_what_there_is(stock, model, tmp_path):
     ],
 )
 def test_shares_of_a_limit(sizes, limit, shares):
-    found = limited({f"t{i}": size for i, size in enumerate(sizes)}, limit)
-    assert found == {f"t{i}": share for i, share in enumerate(shares) if share}
+    limits = limited({f"t{i}": size for i, size in enumerate(sizes)}, limit)
+    assert limits == {f"t{i}": share for i, share in enumerate(shares) if share}
 
 
 def test_no_result_is_lost():
     """Tasks without a count of questions, or with another name in the harness, have a row."""
     counts = {name: {"effective": n} for name, n in (("a", 0), ("b", 0), ("x", 3))}
     results = {"a": {"acc,none": 0.2}, "b": {"acc,none": 0.4}, "x": {"f1,none": float("nan")}}
-    found = {"results": results, "n-samples": counts, "n-shot": {"a": 1}}
+    output = {"results": results, "n-samples": counts, "n-shot": {"a": 1}}
     named = tasks.NamedTasks({"g": None}, {"g": {"a": None, "b": None, "c": None}})
-    rows = tasks._summary(found, named)
+    rows = tasks._summary(output, named)
     assert rows["g"] == {"n": 0, "shots": 1, "acc": pytest.approx(0.3)}
     assert list(rows) == ["g", "x"] and rows["x"]["n"] == 3
 
@@ -237,8 +237,8 @@ def test_a_stopped_evaluation_goes_on(shared_data, model, tmp_path, monkeypatch)
     def evaluated(folder):
         return run(config, epath.Path(folder), lambda *_, **__: model)
 
-    whole = evaluated(tmp_path / "whole")
-    assert list(whole["tasks"]) == ["piqa", "gsm8k"]
+    uninterrupted = evaluated(tmp_path / "whole")
+    assert list(uninterrupted["tasks"]) == ["piqa", "gsm8k"]
     out = tmp_path / "out"
     with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
         stopped.setattr(HarnessLM, "generate_until", stop)
@@ -247,8 +247,8 @@ def test_a_stopped_evaluation_goes_on(shared_data, model, tmp_path, monkeypatch)
     assert len(read_rows(out / "samples" / "piqa.jsonl")) == 2
     assert not (out / "results.json").exists()
     monkeypatch.setattr(HarnessLM, "loglikelihood", stop)
-    assert evaluated(out) == whole
-    assert json.loads((out / "results.json").read_text())["tasks"] == whole["tasks"]
+    assert evaluated(out) == uninterrupted
+    assert json.loads((out / "results.json").read_text())["tasks"] == uninterrupted["tasks"]
     assert len(read_rows(out / "samples" / "gsm8k.jsonl")) == 4, "two filters"
     # Another name that maps to the same file is not confused with it.
     (out / "tasks" / "piqa.json").write_text(json.dumps({"name": "pi/qa", "value": {}}))
@@ -261,9 +261,9 @@ def test_a_stopped_row_of_table_4_goes_on(shared_data, model, tmp_path, monkeypa
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
     (tmp_path / "text.txt").write_text("Some words that are read. " * 20)
-    own = {"text": str(tmp_path / "text.txt"), "window": 16, "max_windows": 1, "model": "x"}
-    own |= {"criterion": "entropy", "data_root": str(shared_data)}
-    config = config_of("prune_table", **own, **TWO)
+    settings = {"text": str(tmp_path / "text.txt"), "window": 16, "max_windows": 1, "model": "x"}
+    settings |= {"criterion": "entropy", "data_root": str(shared_data)}
+    config = config_of("prune_table", **settings, **TWO)
 
     def row():
         return in_memory.run(config, epath.Path(tmp_path / "out"), lambda *_, **__: model)
@@ -277,8 +277,8 @@ def test_a_stopped_row_of_table_4_goes_on(shared_data, model, tmp_path, monkeypa
 
 
 def test_a_missing_sandbox_is_told_at_once(tmp_path, monkeypatch):
-    own = {"tasks": ("mbpp",), "data_root": str(tmp_path), "allow_code_execution": True}
-    config = config_of("harness", model="x", **own)
+    settings = {"tasks": ("mbpp",), "data_root": str(tmp_path), "allow_code_execution": True}
+    config = config_of("harness", model="x", **settings)
     monkeypatch.setattr(sandbox, "PROOF", "assert 0, 'a hole'")
     sandbox.failure.cache_clear()
     try:

@@ -151,15 +151,15 @@ def test_commands(path, tmp_path, tmp_path_factory, capsys):
     for row in rows:
         row["prediction"] = "Ann B owns the old mill." if row["id"] in (0, 3, 4) else TEXTS[1]
     write_rows(file, rows)
-    found = fh.run("evaluate", "answers", asked, ask)["tasks"]
+    scores = fh.run("evaluate", "answers", asked, ask)["tasks"]
     parts = {"webnlg": rows, "webnlg_seen": rows[:2], "webnlg_unseen": rows[2:]}
-    for name, part in parts.items():
-        assert found[name]["n"] == len(part)
-        said, meant = ([row[key] for row in part] for key in ("prediction", "reference"))
+    for name, subset in parts.items():
+        assert scores[name]["n"] == len(subset)
+        said, meant = ([row[key] for row in subset] for key in ("prediction", "reference"))
         for metric, (value, signature) in by_sacrebleu(said, meant).items():
-            assert found[name][metric] == pytest.approx(value, rel=1e-12) and 0 < value < 100
-            assert found[name][f"{metric}_low"] <= value <= found[name][f"{metric}_high"]
-            assert found[name]["signatures"][metric] == signature
+            assert scores[name][metric] == pytest.approx(value, rel=1e-12) and 0 < value < 100
+            assert scores[name][f"{metric}_low"] <= value <= scores[name][f"{metric}_high"]
+            assert scores[name]["signatures"][metric] == signature
 
 
 def test_without_sacrebleu_nothing_is_loaded(path, tmp_path, monkeypatch):

@@ -160,10 +160,10 @@ def test_every_problem_type_is_answered_and_exported(tmp_path, torch, kind, prob
     want, model = scores(directory), load_model(directory)
     fh.save_model(model, tmp_path / "copy")
     assert scores(tmp_path / "copy") == [pytest.approx(row, abs=1e-6) for row in want]
-    found = []
+    answers = []
     for one in (model, load_model(tmp_path / "copy")):
-        found += [*fh.classify(one, TEXTS), *fh.classify(one, PAIRS)]
-    for ours, row in zip(found, want * 2, strict=True):
+        answers += [*fh.classify(one, TEXTS), *fh.classify(one, PAIRS)]
+    for ours, row in zip(answers, want * 2, strict=True):
         if problem == "regression":
             ours = ours.get("values") or {names[0]: ours["value"]}
         else:
@@ -196,8 +196,8 @@ def test_a_file_without_architectures_goes_by_its_family(tmp_path, torch, kind, 
         save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     want = scores(made)
     for _ in range(2):
-        found = [*fh.classify(load_model(made), TEXTS), *fh.classify(load_model(made), PAIRS)]
-        for ours, row in zip(found, want, strict=True):
+        answers = [*fh.classify(load_model(made), TEXTS), *fh.classify(load_model(made), PAIRS)]
+        for ours, row in zip(answers, want, strict=True):
             assert ours["probabilities"] == pytest.approx(row, abs=1e-5)
         rewrite(made, architectures=None, id2label=None, num_labels=3)
 
@@ -229,8 +229,8 @@ def test_generation_config_is_kept_and_used(tmp_path, torch, own):
         i = new_at(greedy.tokens)
         rewrite(tmp_path / "m", "generation_config.json", eos_token_id=[1, greedy.tokens[i]])
         stopping = load_model(tmp_path / "m").config
-        (found,) = Generator(stopping, model.params)([prompt], Sampling(12))
-        assert (found.tokens, found.finish) == (greedy.tokens[: i + 1], "eos")
+        (stopped,) = Generator(stopping, model.params)([prompt], Sampling(12))
+        assert (stopped.tokens, stopped.finish) == (greedy.tokens[: i + 1], "eos")
         several = dataclasses.replace(load_model(tmp_path / "m"), tokenizer=None)
         fh.save_model(several, tmp_path / "m.gguf")
         assert load_config(tmp_path / "m.gguf").stop_ids == (1,)
@@ -299,9 +299,15 @@ def test_a_run_resumes_over_midnight_to_the_same_bits(tmp_path, monkeypatch):
     model = save_pretrained(LLAMA, random_params(LLAMA), tmp_path / "m", tokenizer=tokenizer)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = write_rows(tmp_path / "rows.jsonl", [{"messages": talk}] * 8)
-    own = {"data__path": str(rows), "steps": 3, "batch_size": 2, "seq_len": 48, "accumulation": 1}
-    own |= {"tensorboard": False, "optimizer__warmup_steps": 0}
-    config = config_of("jreg_sft", str(model), **own)
+    settings = {
+        "data__path": str(rows),
+        "steps": 3,
+        "batch_size": 2,
+        "seq_len": 48,
+        "accumulation": 1,
+    }
+    settings |= {"tensorboard": False, "optimizer__warmup_steps": 0}
+    config = config_of("jreg_sft", str(model), **settings)
 
     def on(day: str, name: str, stop: int) -> None:
         monkeypatch.setenv("DAY", day)
@@ -316,10 +322,10 @@ def test_a_run_resumes_over_midnight_to_the_same_bits(tmp_path, monkeypatch):
     on("2026-11-28T00:01", "cut", 9)
     weights = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "cut")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    told = {"messages": talk[:1], "chat_template": DATED}
+    arguments = {"messages": talk[:1], "chat_template": DATED}
     code = "import sys, json; from transformers.utils.chat_template_utils import *; a = json.loads("
     code += "sys.argv[1]); print(render_jinja_template([a.pop('messages')], **a)[0][0])"
-    assert "28 Nov 2026" in run_program(sys.executable, "-c", code, json.dumps(told)).out
+    assert "28 Nov 2026" in run_program(sys.executable, "-c", code, json.dumps(arguments)).out
     made = encode_conversation(messages.example({"messages": talk}, Fields()), Encoder(tokenizer))
     assert "26 Jul 2024" in tokenizer.decode(made[0])
     other = Encoder(tokenizer, template_date="2025-01-02")

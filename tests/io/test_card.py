@@ -78,10 +78,10 @@ def hub():
 def compress(hub, tmp_path, token):
     save_tiny(tmp_path / "tiny")
     flags = flags_of(workdir=f"run-{token}", model="tiny", push="me/tiny")
-    own = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
-    own |= {"HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    env = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
+    env |= {"HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     script = REPOSITORY / "scripts" / "compress.py"
-    return run_program(sys.executable, script, *flags, cwd=tmp_path, **own)
+    return run_program(sys.executable, script, *flags, cwd=tmp_path, **env)
 
 
 def test_a_pruned_model_is_pushed(hub, tmp_path):
@@ -192,9 +192,9 @@ def test_perplexity_before_and_after(model, text, tmp_path, changes):
     config = config_of(
         "prune", model=str(model), text=str(text), window=16, max_windows=6, **changes
     )
-    found = in_memory.surgery(config, tmp_path)
+    returned = in_memory.surgery(config, tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results == found and not card_differs(tmp_path / "model", results)
+    assert results == returned and not card_differs(tmp_path / "model", results)
     for name, directory in (("before", model), ("after", tmp_path / "model")):
         measured = score(in_memory.check_surgery(config), load_model(str(directory)))
         assert results[f"perplexity_{name}"] == measured["perplexity"]
@@ -207,8 +207,8 @@ def test_perplexity_before_and_after(model, text, tmp_path, changes):
     (measured,) = yaml.safe_load(card.split("---")[1])["model-index"][0]["results"]
     assert measured["dataset"]["name"] == text.name
     assert measured["metrics"] == [{"type": "perplexity", "value": round(after)}]
-    told = f"- measured on: text {text.name}, windows 6, tokens 96, bos segment, dtype float32"
-    assert told in card
+    line = f"- measured on: text {text.name}, windows 6, tokens 96, bos segment, dtype float32"
+    assert line in card
     widths = "2 layers of 24, 2 of 18" if "streaming" in changes else "4 layers of 18"
     assert f"- FFN widths: {widths}\n" in card
     # Pushed files do not contain local paths.
@@ -238,12 +238,12 @@ def test_a_gguf_file_has_a_name_and_a_licence(model, tmp_path):
     from gguf import GGUFReader
 
     options = {"tokenizer": None, "overwrite": True}
-    for source, told in (
+    for source, expected in (
         ("smollm2", {"name": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"}),
         ("/home/me/runs/thin", {"name": "thin", "license": None}),
     ):
         fh.save_model(load_model(str(model)), tmp_path / "x.gguf", source=source, **options)
         fields = GGUFReader(tmp_path / "x.gguf").fields
-        for key, value in told.items():
+        for key, value in expected.items():
             field = fields.get(f"general.{key}")
             assert (field and field.contents()) == value

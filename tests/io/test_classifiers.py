@@ -70,10 +70,10 @@ def test_the_last_layers_head_is_transformers_own(family, tmp_path, torch):
     assert written["id2label"] == {"0": "no", "1": "yes", "2": "maybe"}
     assert written["pad_token_id"] == config.padding_id
     assert "AutoModelForSequenceClassification" in loads_in(tmp_path / "out")
-    theirs, told = AutoModelForSequenceClassification.from_pretrained(
+    theirs, loading_info = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
-    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"]
     back = load_model(tmp_path / "out")
     assert back.config.head == config.head
     ours = {p: x for p, x in flatten(params).items() if p != "head/kernel"}
@@ -100,8 +100,12 @@ def test_a_regression_and_somebody_elses_classifier(tmp_path, torch):
     del values["ffn_heterogeneity"]  # as transformers writes one
     path.write_text(json.dumps(values))
     back = load_model(tmp_path / "out")
-    own = back.config.head.settings
-    assert own["labels"] == ["LABEL_0"] and own["problem"] == "regression" and own["outputs"] == 1
+    settings = back.config.head.settings
+    assert (
+        settings["labels"] == ["LABEL_0"]
+        and settings["problem"] == "regression"
+        and settings["outputs"] == 1
+    )
     batch = rows_of(config)
     model = Model(config, params, None, "")
     assert np.array_equal(predicted_logits(back, batch), predicted_logits(model, batch))

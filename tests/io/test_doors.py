@@ -102,8 +102,8 @@ def test_what_an_archive_may_hold(tmp_path):
     content = GOOD + member(f"{deep}/results.json", **pax(comment="x"))
     content += member("run/config.json", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd")
     path.write_bytes(lzma.compress(content + END))
-    found = dict(runs.folders(str(path), runs.READ))
-    assert found == dict.fromkeys(
+    folders = dict(runs.folders(str(path), runs.READ))
+    assert folders == dict.fromkeys(
         (str(path / "run"), str(path / deep)), {"results.json": RESULTS.decode()}
     )
     assert runs.read_text(f"{path}/run/results.json") == RESULTS.decode()
@@ -116,32 +116,32 @@ def test_links_between_folders_do_not_loop(tmp_path):
         for other in ("one", "two", "three"):
             (tmp_path / name / other).symlink_to(tmp_path)
     start = time.perf_counter()
-    found = [path for path, _ in runs.folders(str(tmp_path), runs.READ)]
-    assert found == [str(tmp_path / name) for name in ("a", "b")]
+    paths = [path for path, _ in runs.folders(str(tmp_path), runs.READ)]
+    assert paths == [str(tmp_path / name) for name in ("a", "b")]
     assert time.perf_counter() - start < 5
 
 
 def test_listings_of_sweeps(tmp_path):
     """With each value of sweep.json replaced, the names that are read are folders, in order."""
-    whole = {
+    valid = {
         "sweep": "s",
         "kind": "train",
         "config": "c",
         "points": [{"name": "a=1"}, {"name": "b"}],
     }
     path, refused = tmp_path / "sweep.json", 0
-    for place in places(whole):
+    for place in places(valid):
         for value in [*HOSTILE, "../x", "a/b", ".."]:
-            bent = replaced(whole, place, value)
+            bent = replaced(valid, place, value)
             path.write_text(json.dumps(bent))
             try:
-                found = runs.read_listing(path)
+                listing = runs.read_listing(path)
             except ValueError as error:
                 assert "\n" not in str(error) and str(path) in str(error)
                 refused += 1
                 continue
-            assert found == bent
-            assert all(name == Path(name).name for name in (x["name"] for x in found["points"]))
+            assert listing == bent
+            assert all(name == Path(name).name for name in (x["name"] for x in listing["points"]))
             assert [*_not_begun([str(tmp_path)])] == [
                 f"{tmp_path.name}/{one['name']}" for one in bent["points"]
             ]

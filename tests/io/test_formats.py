@@ -88,9 +88,9 @@ def test_llama_cpp_goes_on_with_the_same_tokens(llama_cpp, pruned, forms, kind):
     (ours,) = generator([ids], Sampling(32), progress=None)
     theirs = llama_cpp.Llama(str(forms[kind]), n_ctx=256, verbose=False)
     assert theirs.tokenize(PROMPT.encode(), add_bos=False) == ids
-    found = []
+    tokens = []
     for token in theirs.generate(ids, temp=0.0):
-        found.append(token)
-        if len(found) == 32:
+        tokens.append(token)
+        if len(tokens) == 32:
             break
-    assert found == list(ours.tokens)
+    assert tokens == list(ours.tokens)

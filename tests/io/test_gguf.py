@@ -82,7 +82,10 @@ def converted_tree(config, leaves):
         leaves = dict(leaves)
         for i in range(config.n_layers):
             for leaf, name in (("kernel", "weight"), ("bias", "bias")):
-                parts = [leaves.pop(f"layers/{i}/attention/{part}/{leaf}").T for part in "qkv"]
+                parts = [
+                    leaves.pop(f"layers/{i}/attention/{projection}/{leaf}").T
+                    for projection in "qkv"
+                ]
                 tensors[f"blk.{i}.attn_qkv.{name}"] = np.concatenate(parts)
     return tensors | dict(converted(config, path, leaf) for path, leaf in leaves.items())
 
@@ -165,13 +168,13 @@ def test_every_family_is_read_back_exactly(tmp_path, preset, layers, changes):
     path = write(tmp_path / "m.gguf", config, leaves)
     found_config, params = read_gguf(path)
     assert found_config == config
-    found = found_leaves(params)
-    assert set(found) == set(leaves)
+    read_leaves = found_leaves(params)
+    assert set(read_leaves) == set(leaves)
     for name, leaf in leaves.items():
         if name.endswith("scale") and config.family.startswith("gemma"):
             # The file has float32(1 + scale): it loses one rounding, we lose none.
             leaf = (leaf + np.float32(1)) - np.float32(1)
-        np.testing.assert_array_equal(found[name], leaf, err_msg=name)
+        np.testing.assert_array_equal(read_leaves[name], leaf, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -185,13 +188,13 @@ def test_quantised_tensors_are_dequantised(tmp_path, kind):
     qtype = GGMLQuantizationType[kind]
     file = write(tmp_path / "m.gguf", config, leaves, quantise={name: qtype})
     _, params = read_gguf(file)
-    found = found_leaves(params)
+    read_leaves = found_leaves(params)
     expected = dequantize(quantize(np.ascontiguousarray(leaves[path].T), qtype), qtype).T
-    np.testing.assert_array_equal(found[path], expected)
+    np.testing.assert_array_equal(read_leaves[path], expected)
     # The steps between levels of a 4-bit block are an eighth of its largest weight.
-    assert 0 < np.abs(found[path] - leaves[path]).max() < 0.5
+    assert 0 < np.abs(read_leaves[path] - leaves[path]).max() < 0.5
     np.testing.assert_array_equal(
-        found["layers/0/ffn/down/kernel"], leaves["layers/0/ffn/down/kernel"]
+        read_leaves["layers/0/ffn/down/kernel"], leaves["layers/0/ffn/down/kernel"]
     )
 
 
@@ -205,10 +208,10 @@ def test_dtype_pattern_and_local_theta(tmp_path):
         "gemma3.rope.scaling.factor": 8.0,
     }
     path = write(tmp_path / "m.gguf", config, random_leaves(config), meta=meta)
-    found, params = read_gguf(path, dtype="bfloat16")
-    assert [layer.window for layer in found.layers] == [512, None, 512, None]
-    assert [layer.rope.theta for layer in found.layers[:2]] == [5e3, config.layers[-1].rope.theta]
-    assert [layer.rope.linear_factor for layer in found.layers[:2]] == [1.0, 8.0]
+    loaded, params = read_gguf(path, dtype="bfloat16")
+    assert [layer.window for layer in loaded.layers] == [512, None, 512, None]
+    assert [layer.rope.theta for layer in loaded.layers[:2]] == [5e3, config.layers[-1].rope.theta]
+    assert [layer.rope.linear_factor for layer in loaded.layers[:2]] == [1.0, 8.0]
     assert all(leaf.dtype == ml_dtypes.bfloat16 for leaf in found_leaves(params).values())
 
 

@@ -156,8 +156,8 @@ GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 
 def gpt2_alphabet():
     """GPT-2's printable character for every byte."""
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table, extra = {b: chr(b) for b in kept}, 0
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table, extra = {b: chr(b) for b in printable}, 0
     for byte in range(256):
         if byte not in table:
             table[byte] = chr(256 + extra)
@@ -182,8 +182,8 @@ def byte_level_oracle(text, vocab, merges, digits):
                 run += char
         parts.append(run)
     ids = []
-    for part in parts:
-        for word in regex.findall(GPT2_SPLIT, part):
+    for piece in parts:
+        for word in regex.findall(GPT2_SPLIT, piece):
             symbols = [alphabet[b] for b in word.encode()]
             while len(symbols) > 1:
                 pairs = list(zip(symbols, symbols[1:], strict=False))
@@ -257,9 +257,9 @@ def test_digits_are_split_only_where_the_file_says_so():
     text = "12 12"
     fields = {"merges": ["1 2", "Ġ 12"], "tokens": _tokens(), "token_type": [3] + [1] * 258}
     split = read_tokenizer(byte_level_file(pre="smollm", **fields))
-    whole = read_tokenizer(byte_level_file(pre="gpt-2", **fields))
+    unsplit = read_tokenizer(byte_level_file(pre="gpt-2", **fields))
     assert split.convert_ids_to_tokens(split.encode(text)) == ["1", "2", "Ġ", "1", "2"]
-    assert whole.convert_ids_to_tokens(whole.encode(text)) == ["12", "Ġ12"]
+    assert unsplit.convert_ids_to_tokens(unsplit.encode(text)) == ["12", "Ġ12"]
 
 
 def _tokens():
@@ -273,9 +273,9 @@ def test_llama3_splits_digits_in_threes_and_keeps_whole_words():
         pre="llama-bpe", tokens=tokens, merges=merges, token_type=[3] + [1] * 260
     )
     ours = read_tokenizer(file)
-    found = ours.convert_ids_to_tokens(ours.encode("12345hello"))
+    pieces = ours.convert_ids_to_tokens(ours.encode("12345hello"))
     # "hello" has no merges: it is found because Llama 3 looks whole words up first.
-    assert found == ["123", "4", "5", "hello"]
+    assert pieces == ["123", "4", "5", "hello"]
 
 
 def test_special_tokens_chat_template_and_eos():

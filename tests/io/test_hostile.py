@@ -33,10 +33,10 @@ def reads_or_refuses(read, path, *, name=None, base=None, **changed):
     most 1 GB and in 20 s."""
     with bounded():
         try:
-            found = read(path)
+            loaded = read(path)
             if base is not None:
-                assert found[0] == dataclasses.replace(base[0], **changed), "the config"
-                same = jax.tree.map(np.array_equal, found[1], base[1])
+                assert loaded[0] == dataclasses.replace(base[0], **changed), "the config"
+                same = jax.tree.map(np.array_equal, loaded[1], base[1])
                 assert all(jax.tree.leaves(same)), "the weights"
         except CheckpointError as error:
             message = str(error)
@@ -123,12 +123,12 @@ def test_index_values(directory, base, tmp_path):
 
 
 def test_safetensors_headers(directory, base, tmp_path):
-    whole = (directory / "model.safetensors").read_bytes()
-    size = struct.unpack("<Q", whole[:8])[0]
-    header, data = json.loads(whole[8 : 8 + size]), whole[8 + size :]
+    content = (directory / "model.safetensors").read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
     tensor = next(name for name in header if name != "__metadata__")
-    found = [(tensor, *path) for path in places(header[tensor])]
-    for number, path in enumerate(found):
+    paths = [(tensor, *path) for path in places(header[tensor])]
+    for number, path in enumerate(paths):
         for other, value in enumerate(HOSTILE):
             folder = tmp_path / f"{number}-{other}"
             folder.mkdir()
@@ -158,14 +158,14 @@ OF_MODEL = {"tokenizer.ggml.bos_token_id": "bos_id", "llama.context_length": "ma
 OF_MODEL |= {"llama.attention.layer_norm_rms_epsilon": "norm_eps"}
 
 
-def with_field(whole, key, kind, value):
+def with_field(content, key, kind, value):
     """The file with one more field before the others, to test order and collisions."""
     name = key.encode()
     entry = struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
     room = -(len(entry) + 23) % 32  # tensors stay aligned
     entry += struct.pack("<Q3sIQ", 3, b"pad", 8, room) + b" " * room
-    magic, version, tensors, fields = struct.unpack_from("<4sIQQ", whole)
-    return struct.pack("<4sIQQ", magic, version, tensors, fields + 2) + entry + whole[24:]
+    magic, version, tensors, fields = struct.unpack_from("<4sIQQ", content)
+    return struct.pack("<4sIQQ", magic, version, tensors, fields + 2) + entry + content[24:]
 
 
 @pytest.mark.parametrize("key", FIELDS)
@@ -174,10 +174,10 @@ def test_gguf_fields(tmp_path, key):
     path = write(tmp_path / "whole.gguf", config, random_leaves(config))
     base = read_gguf(path)
     # The real one under another name, so that the hostile one is the only one.
-    whole = path.read_bytes().replace(key.encode(), b"?" * len(key))
+    content = path.read_bytes().replace(key.encode(), b"?" * len(key))
     for number, (kind, value) in enumerate(VALUES):
         path = tmp_path / f"{number}.gguf"
-        path.write_bytes(with_field(whole, key, kind, value))
+        path.write_bytes(with_field(content, key, kind, value))
         said = struct.unpack(NUMBERS[kind], value)[0] if kind in NUMBERS else None
         short = 1e-5 if said is None or abs(said) > 1e38 else float(str(np.float32(said)))
         changed = {}

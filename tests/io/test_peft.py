@@ -33,9 +33,9 @@ def adapted(config, kind, targets="attention/|ffn/", shared=False):
     model, _ = SURGERIES[kind](model, {"rank": 3, "alpha": 6.0, "targets": targets})
     tree = unstack(model.params)
     for layer in tree["layers"]:
-        for part in ("attention", "ffn"):
+        for block in ("attention", "ffn"):
             first = {}
-            for name, leaves in layer[part].items():
+            for name, leaves in layer[block].items():
                 if "lora_b" not in leaves:
                     continue
                 leaves["lora_b"] = rng.normal(size=leaves["lora_b"].shape).astype(np.float32)
@@ -93,10 +93,10 @@ def test_what_peft_writes_is_read(torch, peft, tmp_path, family, first, second):
 
     base = save_tiny(tmp_path / "base", BASES[family])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
-    own = {"r": 4, "lora_alpha": 8, "use_rslora": True, "use_dora": True}
-    own |= {"target_modules": [first, second], "rank_pattern": {second: 2}}
-    own |= {"init_lora_weights": False, "fan_in_fan_out": family == "gpt2"}
-    theirs = peft.get_peft_model(theirs, peft.LoraConfig(**own)).eval()
+    settings = {"r": 4, "lora_alpha": 8, "use_rslora": True, "use_dora": True}
+    settings |= {"target_modules": [first, second], "rank_pattern": {second: 2}}
+    settings |= {"init_lora_weights": False, "fan_in_fan_out": family == "gpt2"}
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(**settings)).eval()
     theirs.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
         reference = theirs(torch.tensor(TOKENS)).logits.numpy()

@@ -27,23 +27,23 @@ def some_tensors() -> dict[str, np.ndarray]:
 def test_bytes_are_those_of_the_library(tmp_path, limit, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE", 16)
     tensors = some_tensors()
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir()
+    reference, parts = tmp_path / "whole", tmp_path / "parts"
+    reference.mkdir()
     parts.mkdir()
     sizes = {name: array.nbytes for name, array in tensors.items()}
     shards = safetensors.plan_shards(sizes, limit)
     for file, names in shards.items():
         some = {name: tensors[name] for name in names}
-        save_file(some, whole / file, metadata={"format": "pt"})
-    safetensors.write_index(whole, sizes, shards)
+        save_file(some, reference / file, metadata={"format": "pt"})
+    safetensors.write_index(reference, sizes, shards)
     specs = {name: Spec(array.shape, array.dtype) for name, array in tensors.items()}
     with open_pieces(parts, specs, limit) as files:
         assert sorted(files.order) == sorted(tensors)
         for name in reversed(files.order):  # any order will do
             files.write(name, tensors[name])
-    found = {path.name: path.read_bytes() for path in parts.iterdir()}
-    assert found == {path.name: path.read_bytes() for path in whole.iterdir()}
-    assert (len(found) > 2) == (limit == 200)
+    written = {path.name: path.read_bytes() for path in parts.iterdir()}
+    assert written == {path.name: path.read_bytes() for path in reference.iterdir()}
+    assert (len(written) > 2) == (limit == 200)
     (tmp_path / "touched").touch()
     modes = {path.stat().st_mode for path in (tmp_path / "touched", *parts.iterdir())}
     assert len(modes) == 1
@@ -55,5 +55,5 @@ def test_tensors_are_cast_and_held_to_their_shape(tmp_path):
     with open_pieces(tmp_path, specs, 10**9) as files:
         refused(r"a has shape \(3, 50\), planned as \(50, 3\)", files.write, "a", array.T)
         files.write("a", array)
-    found = safetensors.open_file(tmp_path / "model.safetensors")
-    np.testing.assert_array_equal(found["a"], array.astype(ml_dtypes.bfloat16))
+    tensors = safetensors.open_file(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(tensors["a"], array.astype(ml_dtypes.bfloat16))

@@ -30,7 +30,7 @@ NAMES = [
 def listed(what: str) -> bool:
     """Whether the page has the name, alone or after the name of its measurement or loss."""
     what = what.removesuffix("/median")
-    return any(name.fullmatch(part) for name in NAMES for part in (what, what.rpartition("/")[2]))
+    return any(name.fullmatch(form) for name in NAMES for form in (what, what.rpartition("/")[2]))
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +42,22 @@ def runs(tmp_path_factory):
     small = small_run(text, seeds=(0, 1))
     train = {key.replace("__", "."): value for key, value in small.items()}
     read = {"text": str(text), "window": 27, "max_windows": 3, "compute_dtype": "float32"}
-    own = {"model": str(model)}
+    settings = {"model": str(model)}
     fh.run("train", f"nucl_finetune:{model},text", root / "train", train)
-    fh.run("evaluate", "perplexity", root / "evaluate", own | read)
+    fh.run("evaluate", "perplexity", root / "evaluate", settings | read)
     for name in ("connectivity", "displacement", "massive"):
         more = read if name == "displacement" else {}
-        fh.run("evaluate", f"analyze:{name}", root / "analyze" / name, own | more)
+        fh.run("evaluate", f"analyze:{name}", root / "analyze" / name, settings | more)
     (root / "few.csv").write_text("sentence,label\na b,0\nc d,1\n")
     few = {"data.path": str(root / "few.csv"), "methods": ("svd",)}
-    fh.run("evaluate", "analyze:ntk", root / "analyze" / "ntk", own | few)
-    fh.run("in_memory", "prune_table", root / "in_memory", own | read)
-    fh.run("surgery", "prune", root / "compress", own)
-    answer(root, own)
+    fh.run("evaluate", "analyze:ntk", root / "analyze" / "ntk", settings | few)
+    fh.run("in_memory", "prune_table", root / "in_memory", settings | read)
+    fh.run("surgery", "prune", root / "compress", settings)
+    answer(root, settings)
     return root
 
 
-def answer(root, own):
+def answer(root, settings):
     """A classifier, its predictions, and answers to a question with two turns."""
     reader, exact = save_tiny_reader(root / "reader"), {"compute_dtype": "float32"}
     labelled = [{"text": text, "label": text[0]} for text in ("low", "high") * 8]
@@ -70,7 +70,7 @@ def answer(root, own):
     said = {"model": str(root / "labels/model"), "input": str(rows)}
     fh.run("evaluate", "classify", root / "classify", said | exact)
     talk = {"data_root": str(root / "data"), "max_new_tokens": 2}
-    fh.run("evaluate", "chat", root / "chat", own | talk | exact)
+    fh.run("evaluate", "chat", root / "chat", settings | talk | exact)
 
 
 INTERVAL = {"low", "high", "n", "how"}
@@ -100,9 +100,9 @@ def test_the_rows_of_every_command(runs):
     unlisted = [what for what in everything.what.unique() if not listed(what)]
     assert unlisted == []
     for name, wanted in SCHEMA.items():
-        own = everything[everything.run == str(runs / name)]
+        run_rows = everything[everything.run == str(runs / name)]
         for what, fields in wanted.items():
-            rows = own[own.what == what]
+            rows = run_rows[run_rows.what == what]
             assert len(rows), f"{name}: no {what}"
             has = {field for field in FIELDS if rows[field].notna().all()}
             assert has == {"what", "value", *fields}, f"{name}: {what}"
@@ -117,9 +117,9 @@ def test_the_rows_of_a_judge():
     same = {"question_id": 1, "g1_winner": "model_1", "g2_winner": "model_1"}
     rows = [same | {"turn": turn, "score": 2.0 + turn} for turn in (1, 2)]
     summaries = [judged(rows, {1: "math"}) for judged in (single_summary, pairwise_summary)]
-    found = {row["what"]: row for one in summaries for row in rows_of(one | {"judged": 2})}
-    assert not [what for what in found if not listed(what)] and found["by_turn/2"]["value"] == 4
-    ends = [(found[name]["how"], found[name]["n"]) for name in ("score", "win_rate")]
+    by_name = {row["what"]: row for one in summaries for row in rows_of(one | {"judged": 2})}
+    assert not [what for what in by_name if not listed(what)] and by_name["by_turn/2"]["value"] == 4
+    ends = [(by_name[name]["how"], by_name[name]["n"]) for name in ("score", "win_rate")]
     assert ends == [("normal", 2), ("Wilson", 2)]
 
 
@@ -138,15 +138,15 @@ def test_rounds_of_a_benchmark_are_its_median(path):
     results = json.loads(path.read_text())
     rows = rows_of(results)
     assert rows and not [row for row in rows if "layer" in row]
-    found = {row["what"]: row for row in rows}
+    by_name = {row["what"]: row for row in rows}
     for program, seconds in results.get("seconds", {}).items():
-        row = found[f"seconds/{program}"]
+        row = by_name[f"seconds/{program}"]
         assert (row["value"], row["n"]) == (np.median(seconds), len(seconds))
     for pair, (ratio, low, high) in results.get("ratios", {}).items():
-        row = found[f"ratios/{pair}"]
+        row = by_name[f"ratios/{pair}"]
         found_here = [row[key] for key in ("value", "low", "high", "how")]
         assert found_here == [ratio, low, high, "bootstrap"]
-    assert not [what for what in found if not listed(what)]
+    assert not [what for what in by_name if not listed(what)]
 
 
 def test_curves_are_those_of_metrics(runs):

@@ -38,8 +38,8 @@ def test_wrong_type(saved):
 def test_non_finite_weights(saved, value):
     edit(saved[0], lambda tensors: tensors[DOWN].__setitem__((3, 2), value))
     refused(saved[0], DOWN, "NaN or infinity")
-    found = unstack(read_pretrained(saved[0], check_finite=False)[1])
-    kernel = found["layers"][1]["ffn"]["down"]["kernel"]
+    tree = unstack(read_pretrained(saved[0], check_finite=False)[1])
+    kernel = tree["layers"][1]["ffn"]["down"]["kernel"]
     np.testing.assert_equal(kernel[2, 3], np.float32(value))
 
 
@@ -127,10 +127,10 @@ def test_index_that_disagrees_with_its_shards(tmp_path):
     moved = {**index["weight_map"], DOWN: "model-00001-of-00001.safetensors"}
     path.write_text(json.dumps(index | {"weight_map": moved}))
     refused(directory, "model-00001-of-00001.safetensors")
-    kept = {k: v for k, v in index["weight_map"].items() if k != DOWN}
-    path.write_text(json.dumps(index | {"weight_map": kept}))
+    remaining = {k: v for k, v in index["weight_map"].items() if k != DOWN}
+    path.write_text(json.dumps(index | {"weight_map": remaining}))
     refused(directory, DOWN)
-    shard = next(iter(kept.values()))
+    shard = next(iter(remaining.values()))
     path.write_text(json.dumps(index | {"weight_map": index["weight_map"] | {"ghost": shard}}))
     refused(directory, "ghost", "in no shard")
     path.write_text(json.dumps(index | {"weight_map": {DOWN: "../m/other.safetensors"}}))

@@ -40,8 +40,8 @@ def kept(tmp_path):
 
 def test_every_leaf_comes_back_bit_for_bit(kept):
     directory, params = kept
-    config, found = read_pretrained(directory)
-    before, after = flatten(params), flatten(found)
+    config, loaded = read_pretrained(directory)
+    before, after = flatten(params), flatten(loaded)
     assert config == LLAMA and list(before) == list(after)
     for path, leaf in before.items():
         assert leaf.dtype == after[path].dtype and leaf.tobytes() == after[path].tobytes(), path
@@ -55,9 +55,9 @@ def test_other_tools_read_the_same_function(kept, torch):
         directory, attn_implementation="eager"
     ).double()
     with torch.no_grad():
-        found = theirs.eval()(torch.tensor(TOKENS)).logits.numpy()
+        their_logits = theirs.eval()(torch.tensor(TOKENS)).logits.numpy()
     folded = restack(LLAMA, fold(LLAMA, unstack(params)))
-    np.testing.assert_allclose(found, logits(LLAMA, folded), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(their_logits, logits(LLAMA, folded), rtol=0, atol=1e-5)
 
 
 def test_folded_is_the_same_function(kept, tmp_path):
@@ -68,16 +68,16 @@ def test_folded_is_the_same_function(kept, tmp_path):
     assert config == LLAMA and not (tmp_path / "folded" / "structure").exists()
     assert not {path.split("/")[-1] for path in flatten(folded)} & {*adapter_leaves(), *FFN_LEAVES}
     with jax.enable_x64(True):
-        found, wanted = (our_logits(LLAMA, tree, TOKENS, np.float64) for tree in (folded, params))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+        actual, wanted = (our_logits(LLAMA, tree, TOKENS, np.float64) for tree in (folded, params))
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
 
 
 def test_a_cast_spares_data(kept, tmp_path):
     directory, params = kept
     save_pretrained(LLAMA, params, tmp_path / "half", structure="keep", dtype="bfloat16")
     halves = read_pretrained(tmp_path / "half"), read_pretrained(directory, dtype="bfloat16")
-    for _, found in halves:
-        for path, leaf in flatten(found).items():
+    for _, tree in halves:
+        for path, leaf in flatten(tree).items():
             data = path.split("/")[-1] in DATA
             assert leaf.dtype == (np.float32 if data else jax.numpy.bfloat16), path
             if data:

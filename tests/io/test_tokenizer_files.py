@@ -109,10 +109,10 @@ def test_files_that_are_none(tmp_path, monkeypatch):
 
 def test_one_process_is_kept_and_knows_no_jax(directory):
     read_tokenizer(directory)
-    kept = child.kept("tokenizer", tokenizer_files.BYTES, os.getpid())
-    first = kept.process.pid
+    worker = child.kept("tokenizer", tokenizer_files.BYTES, os.getpid())
+    first = worker.process.pid
     read_tokenizer(directory)
-    assert kept.process.pid == first
+    assert worker.process.pid == first
     with open(f"/proc/{first}/maps") as file:
         assert "jax" not in file.read()
 
@@ -129,7 +129,7 @@ def test_a_good_tokenizer_costs_little_more(directory):
     )
     times = {"tried": [], "not": []}
     for _ in range(2):
-        for way, found in times.items():
+        for way, seconds in times.items():
             command = [sys.executable, "-c", code, way, directory]
-            found.append(float(subprocess.run(command, capture_output=True, check=True).stdout))
+            seconds.append(float(subprocess.run(command, capture_output=True, check=True).stdout))
     assert min(times["tried"]) < min(times["not"]) + 0.5

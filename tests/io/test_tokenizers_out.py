@@ -98,14 +98,14 @@ def write_original(directory: Path, name: str) -> None:
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
     """{kind: (the original, our copy)}."""
-    root, found = tmp_path_factory.mktemp("tokenizers"), {}
+    root, pairs = tmp_path_factory.mktemp("tokenizers"), {}
     for name in KINDS:
         write_original(root / name, name)
         model = load_model(root / name)
         copy = root / f"{name}_copy"
         save_pretrained(model.config, model.params, copy, tokenizer=model.tokenizer)
-        found[name] = (root / name, copy)
-    return found
+        pairs[name] = (root / name, copy)
+    return pairs
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -139,9 +139,9 @@ def test_in_transformers_4_too(copies):
     program = (sys.executable, REPOSITORY / "tests" / "theirs.py", "rows", *paths)
     done = run_program(*program, PYTHONPATH=str(folder))
     assert done.code == 0, done.err
-    found = json.loads(done.out.splitlines()[-1])
+    rows = json.loads(done.out.splitlines()[-1])
     for name in names:
-        original, copy = (found[str(path)] for path in copies[name])
+        original, copy = (rows[str(path)] for path in copies[name])
         assert copy == original, name
     five = theirs.rows(copies["transformers_5"][0])
-    assert found[paths[-1]]["pairs"] == five["pairs"]
+    assert rows[paths[-1]]["pairs"] == five["pairs"]

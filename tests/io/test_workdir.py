@@ -114,9 +114,9 @@ def test_inputs_that_changed_are_refused(tmp_path, key):
     if file != source:
         (source / ".cache").write_text("hidden files are not part of it")
     prepare_workdir(tmp_path / "run", config)
-    before, whole = file.read_bytes(), bytearray(file.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    for changed in (bytes(whole), before + b"\0"):
+    before, damaged = file.read_bytes(), bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    for changed in (bytes(damaged), before + b"\0"):
         file.write_bytes(changed)
         with pytest.raises(WorkdirError, match=f"other inputs: {key}=.*source changed since"):
             prepare_workdir(tmp_path / "run", config)

@@ -43,8 +43,8 @@ def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
     made = entries(tmp_path)
     assert made and run(**here) == "512.0 True" and entries(tmp_path) == made
     assert run("off", **here) == "512.0 False"
-    own = str(tmp_path / "own")
-    assert run(**here, JAX_COMPILATION_CACHE_DIR=own) == "512.0 False" and entries(Path(own))
+    cache = str(tmp_path / "own")
+    assert run(**here, JAX_COMPILATION_CACHE_DIR=cache) == "512.0 False" and entries(Path(cache))
     for path in made:  # the state after a process was killed in a write
         path.write_bytes(path.read_bytes()[:-20])
     assert run(**here) == "512.0 False"

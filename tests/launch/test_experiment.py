@@ -29,8 +29,8 @@ TIMES = ("seconds", "tokens_per_second", "compile_seconds", "model", "device")
 
 
 def staged(files, **changes):
-    own = {"steps": 4, "optimizer__warmup_steps": 1, "eval__every": 2}
-    small = small_run(files[1], "recover__", **own)
+    settings = {"steps": 4, "optimizer__warmup_steps": 1, "eval__every": 2}
+    small = small_run(files[1], "recover__", **settings)
     small |= {"score__text": str(files[1]), "score__window": 16, "score__max_windows": 3}
     return config_of("prune_recover", f"{files[0]},text", **(small | changes))
 
@@ -101,9 +101,9 @@ def test_a_run_that_died_between_stages_ends_with_the_same_numbers(
 
 
 def test_sigterm_in_a_stage_and_the_printed_command_goes_on(files, finished, tmp_path):
-    own = small_run(files[1], "recover__", steps=100_000, eval__every=0)
+    settings = small_run(files[1], "recover__", steps=100_000, eval__every=0)
     config = f"{REPOSITORY}/configs/prune_recover.py:{files[0]},text"
-    flags = flags_of(config, score__text=files[1], **own)
+    flags = flags_of(config, score__text=files[1], **settings)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
     pipes["env"] = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONUNBUFFERED": "1"}
     script = REPOSITORY / "scripts" / "train.py"
@@ -177,7 +177,7 @@ def test_what_is_wrong_is_said_before_anything_runs(files, tmp_path, changes, me
 def test_a_setting_that_the_base_has_not(files, tmp_path, group, key, message):
     config = staged(files)
     with config.unlocked():
-        functools.reduce(lambda node, part: node[part], group.split("."), config)[key] = 0.5
+        functools.reduce(lambda node, name: node[name], group.split("."), config)[key] = 0.5
     refused(message, experiment.run, config, tmp_path / "run")
 
 
@@ -198,8 +198,8 @@ def test_seeds_give_a_mean_and_an_interval(files, tmp_path, capsys):
     assert removed == [3, 5, 8]
     row = results["summary"]["score/perplexity"]
     ends = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))
-    found = [row["mean"], row["low"], row["high"]]
-    np.testing.assert_allclose(found, [np.mean(values), *ends], 1e-12)
+    interval = [row["mean"], row["low"], row["high"]]
+    np.testing.assert_allclose(interval, [np.mean(values), *ends], 1e-12)
     assert row["n"] == 3 and "score/perplexity: " in capsys.readouterr().out
     assert experiment.run(config, tmp_path / "run") == results
 
@@ -210,8 +210,8 @@ def test_one_seed_says_nothing_of_the_others():
 
 
 def test_seeds_of_a_plain_run(files, tmp_path):
-    own = small_run(files[1], seeds=(0, 1), dropout=0.1)
-    config = config_of("nucl_finetune", f"{files[0]},text", **own)
+    settings = small_run(files[1], seeds=(0, 1), dropout=0.1)
+    config = config_of("nucl_finetune", f"{files[0]},text", **settings)
     results = experiment.run(config, tmp_path / "run")
     finals = [run["final"]["validation/nll"] for run in results["runs"]]
     assert finals[0] != finals[1]

@@ -60,8 +60,8 @@ def test_the_commands_of_the_wheel(wheel, tmp_path):
     assert "`ffnh configs`" in out
     reader, writer = os.pipe()  # from a `| head` that stopped reading
     os.close(reader)
-    own = os.environ | {"PYTHONPATH": str(wheel)}
-    done = subprocess.run(COMMAND, env=own, stdout=writer, stderr=subprocess.PIPE)
+    env = os.environ | {"PYTHONPATH": str(wheel)}
+    done = subprocess.run(COMMAND, env=env, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
     code, _, error = ffnh(wheel, tmp_path, "compres")
@@ -81,9 +81,9 @@ def test_pieces_of_ones_own_without_a_fork(wheel, tmp_path):
     save_tiny(tmp_path / "tiny")
     rows = [json.dumps({"riddle": f"{i} and one", "solution": str(i + 1)}) for i in range(40)]
     (tmp_path / "riddles.jsonl").write_text("\n".join(rows) + "\n")
-    own = {"data.path": "riddles.jsonl", "steps": 1, "batch_size": 2, "seq_len": 64}
-    own |= {"eval.max_batches": 1, "tensorboard": "false"}
-    train = ("train", *flags_of("mine.py:tiny", "mine", **own))
+    settings = {"data.path": "riddles.jsonl", "steps": 1, "batch_size": 2, "seq_len": 64}
+    settings |= {"eval.max_batches": 1, "tensorboard": "false"}
+    train = ("train", *flags_of("mine.py:tiny", "mine", **settings))
     code, out, error = ffnh(wheel, tmp_path, *train)
     assert code == 0 and 0.1 < float(re.search(r"validation/l1: (.*)", out)[1]) < 0.3, error
     thin = ("--config=thin.py", "--config.criterion=largest", "--config.model=tiny")
@@ -96,9 +96,9 @@ def test_pieces_of_ones_own_without_a_fork(wheel, tmp_path):
     for gone, kernel in zip(removed, kernels, strict=True):
         assert set(gone) == set(np.argsort(np.abs(kernel).max(1))[: len(gone)].tolist())
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over it\n" * 40)
-    own |= {"data.path": "text.txt", "data.passage_chars": 100}
-    own |= {"optimizer.learning_rate": 0.1, "optimizer.warmup_steps": 0}
-    train = ("train", *flags_of("gain.py:tiny,text", "gain", **own))
+    settings |= {"data.path": "text.txt", "data.passage_chars": 100}
+    settings |= {"optimizer.learning_rate": 0.1, "optimizer.warmup_steps": 0}
+    train = ("train", *flags_of("gain.py:tiny,text", "gain", **settings))
     code, _, error = ffnh(wheel, tmp_path, *train)
     assert code == 0, error
     gains = load_file(tmp_path / "gain/model/structure/model.safetensors")["layers/1/ffn/gain"]

@@ -112,16 +112,19 @@ def test_calls_of_other_libraries(tmp_path, monkeypatch):
 
 def test_what_they_return(tmp_path):
     model, ids = fh.load_model(save_tiny(tmp_path / "model")), np.array([[5, 6, 7], [8, 9, 10]])
-    wanted, own = our_logits(LLAMA, model.params, ids), model.config
+    wanted, config = our_logits(LLAMA, model.params, ids), model.config
     np.testing.assert_allclose(model(ids), wanted, atol=1e-5)
     padded, mask = np.array([[0, 5, 6, 7], [0, 8, 9, 10]]), [[0, 1, 1, 1]] * 2
     np.testing.assert_allclose(model(padded, mask)[:, 1:], wanted, atol=1e-5)
-    assert (own.hidden_size, own.intermediate_size) == (own.d_model, own.layers[0].ffn_width)
+    assert (config.hidden_size, config.intermediate_size) == (
+        config.d_model,
+        config.layers[0].ffn_width,
+    )
     for command, name in {"surgery": "nucl_finetune", "train": "prune", "evaluate": "fuse"}.items():
         with pytest.raises(ValueError, match=f"cannot run the config '{name}': write .*{name}"):
             fh.run(command, name, tmp_path / command)
     greedy = fh.generate(model, "I am", 4, do_sample=False, temperature=5.0)
     assert greedy == fh.generate(model, "I am", 4) != fh.generate(model, "I am", 4, do_sample=True)
     (tmp_path / "text.txt").write_text("a b\n\nc d" * 9)
-    found = fh.perplexity(model, path=tmp_path / "text.txt", window=8)
-    assert found == fh.perplexity(model, ("a b\n\nc d" * 9).split("\n\n"), window=8)
+    result = fh.perplexity(model, path=tmp_path / "text.txt", window=8)
+    assert result == fh.perplexity(model, ("a b\n\nc d" * 9).split("\n\n"), window=8)

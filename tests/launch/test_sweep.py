@@ -36,20 +36,20 @@ def pairs_of(points):
 
 def test_product_is_every_combination_the_last_fastest():
     values = {"a.x": (1, 2), "b": ("u", "v", "w"), "c": (0.5,)}
-    found = product({"a.x": values["a.x"], "b": values["b"]}, {"c": values["c"]})
+    points = product({"a.x": values["a.x"], "b": values["b"]}, {"c": values["c"]})
     expected = [
         (f"x={x},b={b},c={c}", {"a.x": x, "b": b, "c": c})
         for x, b, c in itertools.product(*values.values())
     ]
-    assert pairs_of(found) == expected
+    assert pairs_of(points) == expected
     nested = product(product({"a.x": (1, 2)}, {"b": ("u", "v", "w")}), {"c": (0.5,)})
-    assert nested == found
+    assert nested == points
 
 
 def test_chain_goes_one_after_the_other():
-    found = chain({"a": (1, 2), "b": (3,)}, point("plain"), product({"a": (4,)}))
+    points = chain({"a": (1, 2), "b": (3,)}, point("plain"), product({"a": (4,)}))
     first = [("a=1", {"a": 1}), ("a=2", {"a": 2}), ("b=3", {"b": 3})]
-    assert pairs_of(found) == [*first, ("plain", {}), ("a=4", {"a": 4})]
+    assert pairs_of(points) == [*first, ("plain", {}), ("a=4", {"a": 4})]
     rows = product(point("random", {"criterion": "random"}), {"seed": (0, 1)})
     assert [one.name for one in rows] == ["random,seed=0", "random,seed=1"]
 
@@ -89,12 +89,12 @@ def test_what_is_no_sweep_is_said(make, message):
 
 
 def swept_configs():
-    found = []
+    pairs = []
     for path in sorted((REPOSITORY / "configs").glob("*.py")):
         text = path.read_text()
         names = re.findall(r'^    "(\w+)":', text[text.find("\nSWEEPS") :], re.M)
-        found += [(path.stem, name) for name in names if "\nSWEEPS" in text]
-    return found
+        pairs += [(path.stem, name) for name in names if "\nSWEEPS" in text]
+    return pairs
 
 
 def parsed(*arguments):
@@ -139,8 +139,10 @@ def test_none_and_the_home_on_command_lines(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     both = {"lambda_rate": None, "losses.classification.weight": None, "lengths": (8, 16)}
     both |= {"optimizer.clip_norm": 2, "data.path": "None", "model": "~/x"}
-    for own in (both, both | {"dropout": None}):
-        read = printed_is_read(Point("p", own), config_of("p32_glue"), "p32_glue", "s", "train")
+    for settings in (both, both | {"dropout": None}):
+        read = printed_is_read(
+            Point("p", settings), config_of("p32_glue"), "p32_glue", "s", "train"
+        )
         assert read.model == "/home/me/x"
     tuned = "mlp_fusion:minilm_l6,sst2,fusion,tuned"
     for spec, wanted, *given in (

@@ -75,27 +75,27 @@ def small(spec, **changes):
 @pytest.fixture(scope="module")
 def alphas(spec, tmp_path_factory):
     """The finished sweep: its result, its output, and JAX's log of compilations."""
-    workdir, told = tmp_path_factory.mktemp("sweep") / "run", []
+    workdir, messages = tmp_path_factory.mktemp("sweep") / "run", []
 
     class Listen(logging.Handler):
         def emit(self, record):
-            told.append(record.getMessage())
+            messages.append(record.getMessage())
 
     handler = Listen()
     logging.getLogger("jax").addHandler(handler)
     with jax.log_compiles():
         results = sweep_run.run(small(spec), workdir, spec=spec, sweep="alpha")
     logging.getLogger("jax").removeHandler(handler)
-    return workdir, results, told
+    return workdir, results, messages
 
 
 def test_five_alphas_are_one_compilation(alphas):
-    workdir, results, told = alphas
+    workdir, results, messages = alphas
     counts = {"points": 5, "finished": 5, "ran": 5}
     assert results == counts | {"programs": 1, "compilations": 1}
     for name in ("train_step", "eval_step", "params_metrics"):
-        compiled = [line for line in told if re.search(rf"Compiling .*\b{name}\b", line)]
-        assert len(compiled) == 1, (name, told)
+        compiled = [line for line in messages if re.search(rf"Compiling .*\b{name}\b", line)]
+        assert len(compiled) == 1, (name, messages)
     names = [f"weight={alpha:g}" for alpha in ALPHAS]
     listed = json.loads((workdir / "sweep.json").read_text())
     assert [one["name"] for one in listed["points"]] == names

@@ -35,8 +35,11 @@ READ = {"window": 32, "max_windows": 3}
 
 
 def table_flags(files, sweep, workdir):
-    own = {"model": files[0], "text": files[1], "batch_size": 3, **READ}
-    return [*flags_of(f"{REPOSITORY}/configs/prune_table.py", workdir, **own), f"--sweep={sweep}"]
+    settings = {"model": files[0], "text": files[1], "batch_size": 3, **READ}
+    return [
+        *flags_of(f"{REPOSITORY}/configs/prune_table.py", workdir, **settings),
+        f"--sweep={sweep}",
+    ]
 
 
 def results_in(root):
@@ -64,14 +67,14 @@ def pairs(files, tmp_path_factory):
 def test_every_pair_is_one_load_and_one_program(pairs):
     workdir, loads, compilations = pairs
     assert (loads, compilations) == (1, 1)
-    found = results_in(workdir)
-    assert list(found) == ["layers_0_1", "layers_1_2", "layers_2_3", "unpruned"]
-    widths = {name: one["ffn_widths_after"] for name, one in found.items()}
+    results = results_in(workdir)
+    assert list(results) == ["layers_0_1", "layers_1_2", "layers_2_3", "unpruned"]
+    widths = {name: one["ffn_widths_after"] for name, one in results.items()}
     assert widths["layers_1_2"] == [24, 18, 18, 24] and widths["unpruned"] == [24] * 4
-    assert not list(workdir.rglob("*.safetensors")) and "removed" not in found["unpruned"]
+    assert not list(workdir.rglob("*.safetensors")) and "removed" not in results["unpruned"]
     lists = {path.parent.name: json.loads(path.read_text()) for path in workdir.rglob(REMOVED)}
     assert [len(neurons) for neurons in lists["layers_1_2"]] == [0, 6, 6, 0]
-    assert set(lists) == set(found) - {"unpruned"}
+    assert set(lists) == set(results) - {"unpruned"}
 
 
 def test_a_point_at_which_another_process_works_is_left_to_it(files, tmp_path):
@@ -97,14 +100,14 @@ def test_every_row_of_table_4_on_a_tiny_model(files, tmp_path):
     done = run_script("sweep", *table_flags(files, "criteria", tmp_path))
     assert done.code == 0, done.err
     assert window_nll._cache_size() - before <= 2, "one program for each of two model shapes"
-    found = results_in(tmp_path)
-    rows = {row: one["perplexity"] for row, one in found.items()}
+    results = results_in(tmp_path)
+    rows = {row: one["perplexity"] for row, one in results.items()}
     assert len(rows) == 12 and all(np.isfinite(list(rows.values())))
     assert len(set(rows.values())) >= 9, rows  # gini and mstd may well choose alike
-    for row, one in found.items():
+    for row, one in results.items():
         assert one["ffn_widths_after"] == [24 if row == "unpruned" else 18] * 4
-    assert found["stahlberg_byrne"]["largest_condition"] >= 1
-    assert "largest_condition" not in found["srinivas_babu"]
+    assert results["stahlberg_byrne"]["largest_condition"] >= 1
+    assert "largest_condition" not in results["srinivas_babu"]
 
 
 def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
@@ -113,8 +116,8 @@ def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
     flags = [f"--config.model={files[0]}", "--config.layers=pair:1"]
     assert run_script("compress", *flags, f"--workdir={tmp_path / 'c'}").code == 0
     for name, model in (("layers_1_2", tmp_path / "c" / "model"), ("unpruned", files[0])):
-        own = {"model": model, "text": files[1], "workdir": tmp_path / name}
-        done = run_script("evaluate", **own, **READ)
+        settings = {"model": model, "text": files[1], "workdir": tmp_path / name}
+        done = run_script("evaluate", **settings, **READ)
         assert done.code == 0, done.err
         apart = json.loads((tmp_path / name / "results.json").read_text())
         together = results_in(pairs[0])[name]
@@ -129,21 +132,26 @@ def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
 
 def test_attacks_in_memory_are_those_of_the_script(files, tmp_path):
     """A point of the sweep over k equals compress and evaluate; a k that is too large fails."""
-    own = {"model": files[0], "text": files[1], **READ}
+    settings = {"model": files[0], "text": files[1], **READ}
     only = [f"--only={name}" for name in ("none", "attack=zero,k=3", "attack=retain,k=30")]
-    table = {"config": "configs/attack_table.py", "prompts": ("ab",), "max_new_tokens": 4, **own}
+    table = {
+        "config": "configs/attack_table.py",
+        "prompts": ("ab",),
+        "max_new_tokens": 4,
+        **settings,
+    }
     done = run_script("sweep", "--sweep=k", *only, workdir=tmp_path / "sweep", **table)
     assert done.code == 2 and "k=30: layer 1 (from 0) has 24 neurons" in done.err
-    found = results_in(tmp_path / "sweep")
-    own |= {"k": 3, "attack": "zero", "compute_dtype": "float32", "workdir": tmp_path / "one"}
-    assert run_script("compress", config="configs/attack.py", **own).code == 0
+    results = results_in(tmp_path / "sweep")
+    settings |= {"k": 3, "attack": "zero", "compute_dtype": "float32", "workdir": tmp_path / "one"}
+    assert run_script("compress", config="configs/attack.py", **settings).code == 0
     one = json.loads((tmp_path / "one" / "results.json").read_text())
-    assert set(found) == {"none", "attack=zero,k=3"}
+    assert set(results) == {"none", "attack=zero,k=3"}
     for name, path in (("none", files[0]), ("attack=zero,k=3", tmp_path / "one" / "model")):
         answer = fh.generate(fh.load_model(str(path)), "ab", 4)
-        assert found[name]["answers"] == {"ab": answer}
-    assert found["none"]["perplexity"] == pytest.approx(one["perplexity_before"], rel=1e-6)
-    zeroed = found["attack=zero,k=3"]
+        assert results[name]["answers"] == {"ab": answer}
+    assert results["none"]["perplexity"] == pytest.approx(one["perplexity_before"], rel=1e-6)
+    zeroed = results["attack=zero,k=3"]
     assert zeroed["perplexity"] == pytest.approx(one["perplexity_after"], rel=1e-6)
     assert zeroed["indices"] == one["indices"] and len(zeroed["nll_windows"]) == 3
     assert np.mean(zeroed["nll_windows"]) == pytest.approx(zeroed["nll"], rel=1e-6)
@@ -160,27 +168,27 @@ def test_trained_models_are_attacked_with_their_adapters_folded_in(files, tmp_pa
     places = [tmp_path / "lora" / name / "model" for name in ("seed=0", "seed=1")]
     for place in places:
         save_pretrained(model.config, params, place, tokenizer=model.tokenizer, structure="keep")
-    own = {"text": files[1], "window": 16, "max_windows": 2, "workdir": tmp_path / "sweep"}
-    own |= {"config": "configs/attack_table.py"}
+    options = {"text": files[1], "window": 16, "max_windows": 2, "workdir": tmp_path / "sweep"}
+    options |= {"config": "configs/attack_table.py"}
     for pattern in ("*1", "*"):  # with more models the same sweep continues
-        own["models"] = (f"{tmp_path}/lora/{pattern}/model",)
-        done = run_script("sweep", "--sweep=trained", **own)
+        options["models"] = (f"{tmp_path}/lora/{pattern}/model",)
+        done = run_script("sweep", "--sweep=trained", **options)
         assert done.code == 0, done.err
     assert "[2/2] lora-seed=0" in done.err and "4 of 4 points finished" in done.err
-    done = run_script("sweep", "--sweep=trained", **own | {"models": ("none/*/model",)})
+    done = run_script("sweep", "--sweep=trained", **options | {"models": ("none/*/model",)})
     assert done.code == 2 and "none/*/model' matches nothing" in done.err
-    found = results_in(tmp_path / "sweep")
-    assert set(found) == {f"lora-seed={i},attack=zero,k={k}" for i in (0, 1) for k in (0, 3)}
+    results = results_in(tmp_path / "sweep")
+    assert set(results) == {f"lora-seed={i},attack=zero,k={k}" for i in (0, 1) for k in (0, 3)}
     folded, _ = SURGERIES["fold"](model)
-    own = {"window": 16, "max_windows": 2, "text": str(files[1]), "model": str(places[0])}
-    config = config_of("attack_table", attack="zero", k=3, **own)
+    options = {"window": 16, "max_windows": 2, "text": str(files[1]), "model": str(places[0])}
+    config = config_of("attack_table", attack="zero", k=3, **options)
     surgery, settings, text, _ = in_memory.check_config(config)
     attacked, _ = in_memory.operate(surgery, settings, folded)
     for k, one in ((0, folded), (3, attacked)):
         nll = evaluation.score(text, one)["nll"]
-        assert found[f"lora-seed=1,attack=zero,k={k}"]["nll"] == pytest.approx(nll, rel=1e-6)
+        assert results[f"lora-seed=1,attack=zero,k={k}"]["nll"] == pytest.approx(nll, rel=1e-6)
     plain = evaluation.score(text, base)["nll"]
-    assert abs(found["lora-seed=0,attack=zero,k=0"]["nll"] - plain) > 1e-3
+    assert abs(results["lora-seed=0,attack=zero,k=0"]["nll"] - plain) > 1e-3
 
 
 def test_filled_up_is_the_same_function(files):

@@ -59,9 +59,9 @@ def differences(w, step=1e-6):
 def test_value_is_the_mean_over_explicit_pairs(shape, heavy):
     rng = np.random.default_rng(0)
     w = (rng.standard_t(2, shape) if heavy else 0.02 * rng.normal(size=shape)).astype(np.float32)
-    found = similarity(w)
-    assert found.dtype == jnp.float32 and found.shape == ()
-    np.testing.assert_allclose(found, oracle(w), rtol=2e-6)
+    value = similarity(w)
+    assert value.dtype == jnp.float32 and value.shape == ()
+    np.testing.assert_allclose(value, oracle(w), rtol=2e-6)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (6, 5), (9, 4)])
@@ -177,9 +177,9 @@ def test_a_config_key_builds_it():
     params = random_params(LLAMA)
 
     def small(alpha):
-        own = {"batch_size": 3, "seq_len": 10, "dropout": 0.0, "optimizer__name": "sgd"}
-        own |= {"losses__diversity__weight": alpha}
-        return config_of("nucl_finetune", "x,text,diversity", **own)
+        settings = {"batch_size": 3, "seq_len": 10, "dropout": 0.0, "optimizer__name": "sgd"}
+        settings |= {"losses__diversity__weight": alpha}
+        return config_of("nucl_finetune", "x,text,diversity", **settings)
 
     for bad in (-1.0, float("nan"), float("inf")):
         refused(f"losses.diversity.weight={bad} must be a number in", read, small(bad))

@@ -45,11 +45,11 @@ def hidden_states(config, params, batch, final_norm):
 
 
 def last_tokens(segments: np.ndarray) -> np.ndarray:
-    found = np.zeros(segments.shape, bool)
+    mask = np.zeros(segments.shape, bool)
     for i, row in enumerate(segments):
         for document in set(row.tolist()) - {0}:
-            found[i, np.flatnonzero(row == document)[-1]] = True
-    return found
+            mask[i, np.flatnonzero(row == document)[-1]] = True
+    return mask
 
 
 @quickly
@@ -76,23 +76,23 @@ def test_value_is_the_formula(config, final_norm, positions):
     step = make_train_step(forward, (term,), optimizer, trainable, accumulation=2)
     halves = {name: leaf.reshape(2, 2, *leaf.shape[1:]) for name, leaf in batch.items()}
     hyper = {"learning_rate": jnp.float32(0), "jreg_weight": jnp.float32(1)}
-    _, found = step(create_state(params, optimizer, trainable), halves, hyper)
-    assert found["jreg"] == pytest.approx(oracle.penalty(psi, 0.5), rel=1e-5)
-    np.testing.assert_allclose(found["jreg/psi"], psi, rtol=2e-5)
+    _, metrics = step(create_state(params, optimizer, trainable), halves, hyper)
+    assert metrics["jreg"] == pytest.approx(oracle.penalty(psi, 0.5), rel=1e-5)
+    np.testing.assert_allclose(metrics["jreg/psi"], psi, rtol=2e-5)
     for back, name in enumerate(("zeta_L", "zeta_L-1")):
         expected = oracle.jump_rate(psi, len(psi) - back)
-        assert float(found[f"jreg/{name}"]) == pytest.approx(expected, abs=2e-3), name
-    assert config is LLAMA or found["jreg/zeta_L-1"] > 0.1, "there is something to measure"
+        assert float(metrics[f"jreg/{name}"]) == pytest.approx(expected, abs=2e-3), name
+    assert config is LLAMA or metrics["jreg/zeta_L-1"] > 0.1, "there is something to measure"
     # Validation reports the same for the same rows in batches; a monitor has the other reading.
     other = jreg_term(TermContext("other"), final_norm=not final_norm, positions=positions)
     terms, each = (term, other), lambda: ({k: v[i] for k, v in halves.items()} for i in range(2))
     again = make_evaluator(make_eval_step(forward, terms), None, each, terms=terms)(params)
     for name in ("jreg", "jreg/zeta_L", "jreg/zeta_L-1"):
-        assert float(again[f"validation/{name}"]) == pytest.approx(float(found[name]), rel=1e-4)
+        assert float(again[f"validation/{name}"]) == pytest.approx(float(metrics[name]), rel=1e-4)
     states = jax.jit(lambda p: hidden_states(config, p, batch, not final_norm))(params)
     psi = oracle.displacement(states, counted)
     np.testing.assert_allclose(again["validation/other/psi"], psi, rtol=2e-5)
-    assert abs(psi[-1] - found["jreg/psi"][-1]) > 1e-3, "they differ"
+    assert abs(psi[-1] - metrics["jreg/psi"][-1]) > 1e-3, "they differ"
     expected = oracle.jump_rate(psi, len(psi))
     assert float(again["validation/other/zeta_L"]) == pytest.approx(expected, abs=2e-3)
 
@@ -111,8 +111,8 @@ def test_weights_are_a_softmax_of_depth():
 def test_jump_rates_of_known_curves():
     falling = jump_rates(np.array([0.3, 0.2, 0.1, 0.1]))
     assert {k: float(x) for k, x in falling.items()} == {f"zeta_L{x}": 0 for x in ("", "-1", "-2")}
-    found = jump_rates(np.array([0.5, 0.1, 0.3, 0.2, 0.25]))
-    assert [round(float(x), 4) for x in found.values()] == [5, 5, 25]
+    rates = jump_rates(np.array([0.5, 0.1, 0.3, 0.2, 0.25]))
+    assert [round(float(x), 4) for x in rates.values()] == [5, 5, 25]
     assert list(jump_rates(np.array([0.1, 0.3]))) == ["zeta_L"], "l >= 2"
     assert jump_rates(np.array([0.1])) == {}
 
@@ -184,8 +184,8 @@ def test_the_gradient_of_three_terms_is_the_sum_of_their_gradients(thin):
         seen = (params,)
         if term.on == "outputs":
             seen += forward(params, batch, probes=term.probes, dropout=None), batch
-        found = term.function(*seen)
-        return weight * found.total / found.denominator
+        result = term.function(*seen)
+        return weight * result.total / result.denominator
 
     @jax.jit
     def one_by_one(params):
@@ -221,8 +221,8 @@ def test_gradients_through_vmap():
 
     def value(probe, params, batch):
         outputs = causal_lm.forward(SMALL, params, batch, probes=(probe,))
-        found = outputs["probes"][probe.name]["all"]
-        return jnp.sum(found["sum"]) / found["count"][0]
+        statistics = outputs["probes"][probe.name]["all"]
+        return jnp.sum(statistics["sum"]) / statistics["count"][0]
 
     def slopes(probe, axes, params):
         def total(params):
@@ -264,8 +264,8 @@ def test_zero_and_extreme_states_are_safe():
 
 def compiled_step(layers: int, with_jreg: bool, rows: int, length: int, vocab: int, **options):
     """The train step of a model as wide as the paper's smallest, compiled for abstract arrays."""
-    own = {"d_model": 768, "n_heads": 12, "n_kv_heads": 12, "head_dim": 64, "tied": False}
-    config = ModelConfig("llama", vocab, layers=(LayerConfig(2048),) * layers, **own)
+    dimensions = {"d_model": 768, "n_heads": 12, "n_kv_heads": 12, "head_dim": 64, "tied": False}
+    config = ModelConfig("llama", vocab, layers=(LayerConfig(2048),) * layers, **dimensions)
     chosen = causal_lm.RunOptions(remat="full", **options)
 
     def forward(params, batch, *, probes, dropout):
@@ -299,5 +299,5 @@ def test_it_takes_no_memory():
     """The paper's smallest model with rows of 1,024: temporary memory at most 1.05 x."""
     size = {"rows": 8, "length": 1024, "vocab": 32_000}
     memory = [compiled_step(12, on, **size).memory_analysis() for on in (False, True)]
-    sizes = [found.temp_size_in_bytes for found in memory]
+    sizes = [analysis.temp_size_in_bytes for analysis in memory]
     assert sizes[1] <= 1.05 * sizes[0], sizes

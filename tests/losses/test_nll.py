@@ -139,9 +139,9 @@ def test_a_frozen_head_costs_no_kernel_gradient():
     both = memory(jax.grad(loss, (0, 1)))
     noticed = memory(jax.grad(loss))
     assert noticed < both - 0.9 * kernel.nbytes
-    told, zero = jax.grad(lambda h, k: loss(h, k, False), (0, 1))(hidden, kernel)
+    slope, zero = jax.grad(lambda h, k: loss(h, k, False), (0, 1))(hidden, kernel)
     assert not np.any(zero)
-    np.testing.assert_allclose(told, jax.grad(loss)(hidden, kernel), rtol=1e-6)
+    np.testing.assert_allclose(slope, jax.grad(loss)(hidden, kernel), rtol=1e-6)
 
 
 def test_inside_scan_and_remat():
@@ -202,10 +202,10 @@ def test_sum_reduction_divides_by_documents_and_adds_up():
             del batch["segment_ids"]
         return term.function(params, {"hidden": hidden[rows]}, batch)
 
-    whole, parts = value(slice(0, 2)), [value(slice(i, i + 1)) for i in range(2)]
+    full, parts = value(slice(0, 2)), [value(slice(i, i + 1)) for i in range(2)]
     # Row 0: documents 1 and 3 have targets; row 1: both.
-    assert [int(p.denominator) for p in parts] == [2, 2] and whole.denominator == 4
-    np.testing.assert_allclose(whole.total, parts[0].total + parts[1].total, rtol=1e-6)
+    assert [int(p.denominator) for p in parts] == [2, 2] and full.denominator == 4
+    np.testing.assert_allclose(full.total, parts[0].total + parts[1].total, rtol=1e-6)
     assert value(slice(0, 2), with_segments=False).denominator == 2
 
 

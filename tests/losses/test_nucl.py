@@ -223,9 +223,9 @@ def test_vmap_and_stacks_agree():
     w = gaussian(3, 5, 48)
     w[1, 2] = 0
     for variant in VARIANTS:
-        whole = nucl_rows(w, variant)
-        np.testing.assert_allclose(jax.vmap(lambda x, v=variant: nucl_rows(x, v))(w), whole, 1e-6)
-        np.testing.assert_allclose(whole[1], nucl_rows(w[1], variant), rtol=1e-6)
+        stacked = nucl_rows(w, variant)
+        np.testing.assert_allclose(jax.vmap(lambda x, v=variant: nucl_rows(x, v))(w), stacked, 1e-6)
+        np.testing.assert_allclose(stacked[1], nucl_rows(w[1], variant), rtol=1e-6)
         np.testing.assert_allclose(nucl(w, variant), oracle.rows(w, variant).sum(), rtol=1e-6)
 
 

@@ -215,11 +215,11 @@ def test_layer_statistics_equal_the_oracle(as_numpy):
     if as_numpy:
         tree = jax.tree.map(np.asarray, tree)
     statistics = layer_statistics(tree)
-    for found, matrix in zip(statistics, kernels(tree, "ffn/down"), strict=True):
-        assert set(found) == {"entropy", "gini", "mstd"}
+    for layer, matrix in zip(statistics, kernels(tree, "ffn/down"), strict=True):
+        assert set(layer) == {"entropy", "gini", "mstd"}
         for name, variant in (("entropy", "ent"), ("gini", "gini"), ("mstd", "mstd")):
-            assert isinstance(found[name], float)
-            np.testing.assert_allclose(found[name], oracle.rows(matrix, variant).sum(), rtol=1e-12)
+            assert isinstance(layer[name], float)
+            np.testing.assert_allclose(layer[name], oracle.rows(matrix, variant).sum(), rtol=1e-12)
 
 
 def test_layer_statistics_refuse_nan():

@@ -40,8 +40,8 @@ def floats(tree, dtype=np.float32):
 
 def test_dora_is_its_formula(leaves):
     x = np.random.default_rng(1).normal(size=(5, IN))
-    found = Linear(OUT).apply({"params": floats(leaves)}, x.astype(np.float32))
-    np.testing.assert_allclose(found, x @ oracle(leaves), rtol=1e-5, atol=1e-5)
+    outputs = Linear(OUT).apply({"params": floats(leaves)}, x.astype(np.float32))
+    np.testing.assert_allclose(outputs, x @ oracle(leaves), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(effective_kernel(floats(leaves)), oracle(leaves), rtol=1e-5)
 
 
@@ -53,7 +53,7 @@ def test_gradients_are_those_of_the_detached_norm(leaves):
     def loss(tree):
         return jnp.sum(Linear(OUT).apply({"params": tree}, jnp.asarray(x, np.float32)) * g)
 
-    found = jax.grad(loss)(floats(leaves))
+    gradients = jax.grad(loss)(floats(leaves))
     s = leaves["lora_scale"][0]
     moved = leaves["kernel"] + s * leaves["lora_a"] @ leaves["lora_b"]
     norms = np.sqrt((moved**2).sum(0))
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_the_detached_norm(leaves):
         "kernel": x.T @ turned,
     }
     for name, value in expected.items():
-        error = np.linalg.norm(found[name] - value) / np.linalg.norm(value)
+        error = np.linalg.norm(gradients[name] - value) / np.linalg.norm(value)
         assert error <= 1e-5, (name, error)
 
 
@@ -105,8 +105,8 @@ def test_the_norm_sees_what_macdrop_left(leaves):
     tree = floats(dropped) | {"macdrop_rows": jnp.array([5, 1])}
     np.testing.assert_allclose(effective_kernel(tree), oracle(masked), rtol=1e-5, atol=1e-6)
     x = np.random.default_rng(1).normal(size=(5, IN))
-    found = Linear(OUT).apply({"params": tree}, x.astype(np.float32))
-    np.testing.assert_allclose(found, x @ oracle(masked), rtol=1e-4, atol=1e-5)
+    outputs = Linear(OUT).apply({"params": tree}, x.astype(np.float32))
+    np.testing.assert_allclose(outputs, x @ oracle(masked), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +272,8 @@ def test_a_model_drops_in_adapters_alone():
     )
     tree = unstack(model.params)
     for layer in tree["layers"]:
-        for part in layer["ffn"].values():
-            part["lora_b"] = part["lora_b"] + 0.3
+        for linear in layer["ffn"].values():
+            linear["lora_b"] = linear["lora_b"] + 0.3
     adapted, tokens = restack(LLAMA, tree), {"tokens": np.arange(2, 12)[None]}
 
     @jax.jit
@@ -281,9 +281,9 @@ def test_a_model_drops_in_adapters_alone():
         options = RunOptions(adapter_dropout=0.3)
         return forward(LLAMA, params, tokens, options=options, dropout=(key, None))["hidden"]
 
-    found = [states(adapted, jax.random.key(i)) for i in (0, 0, 1)]
-    np.testing.assert_array_equal(found[0], found[1])
-    assert np.abs(found[0] - found[2]).max() > 1e-3
+    hidden = [states(adapted, jax.random.key(i)) for i in (0, 0, 1)]
+    np.testing.assert_array_equal(hidden[0], hidden[1])
+    assert np.abs(hidden[0] - hidden[2]).max() > 1e-3
     plain = forward(LLAMA, restack(LLAMA, params), tokens)["hidden"]
     without = states(restack(LLAMA, params), jax.random.key(0))
     np.testing.assert_allclose(without, plain, rtol=1e-5, atol=1e-6)

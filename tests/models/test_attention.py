@@ -113,8 +113,8 @@ def test_sink_weights_are_the_first_column_of_the_probabilities(softcap, window,
     mask = attention_mask(positions, positions, window, segments, segments, causal)
     weights = plain_attention(q, k, v, mask, scale=0.4, softcap=softcap)[1]
     expected = weights[..., 0].transpose(0, 3, 1, 2).reshape(2, 150, 4)
-    found = attention.sink_weights(q, k, v, mask, scale=0.4, softcap=softcap)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    sinks = attention.sink_weights(q, k, v, mask, scale=0.4, softcap=softcap)
+    np.testing.assert_allclose(sinks, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_long_rows_keep_one_part_of_their_logits_in_memory():
@@ -145,16 +145,16 @@ def test_bfloat16_gradients_are_as_near_to_the_truth_as_autodiffs():
     def gradients(form, dtype):
         arguments = [jnp.asarray(x, dtype) for x in exact]
         run = jax.jit(lambda arguments, c: jax.vjp(forms[form], *arguments)[1](c))
-        found = run(arguments, jnp.asarray(cotangent, dtype))
-        return [np.asarray(gradient, np.float64) for gradient in found]
+        slopes = run(arguments, jnp.asarray(cotangent, dtype))
+        return [np.asarray(gradient, np.float64) for gradient in slopes]
 
     with jax.enable_x64(True):
         truth = gradients("plain", jnp.float64)
-    for name, *found in zip(
+    for name, *slopes in zip(
         "qkv", truth, *(gradients(form, jnp.bfloat16) for form in forms), strict=True
     ):
-        size = np.linalg.norm(found[0])
-        plain, blocked = (np.linalg.norm(g - found[0]) / size for g in found[1:])
+        size = np.linalg.norm(slopes[0])
+        plain, blocked = (np.linalg.norm(g - slopes[0]) / size for g in slopes[1:])
         assert blocked < max(1.2 * plain, 2**-8), (name, plain, blocked)
 
 
@@ -184,8 +184,8 @@ def test_queries_and_keys_may_differ_in_number():
     positions = jnp.arange(20)[None]
     full, _ = plain_attention(q, k, v, attention_mask(positions, positions, 6), scale=0.4)
     mask = attention_mask(positions[:, 17:], positions, 6)
-    part, _ = plain_attention(q[:, 17:], k, v, mask, scale=0.4)
-    np.testing.assert_allclose(part, full[:, 17:], rtol=1e-5, atol=1e-6)
+    last, _ = plain_attention(q[:, 17:], k, v, mask, scale=0.4)
+    np.testing.assert_allclose(last, full[:, 17:], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -57,10 +57,10 @@ def test_norms_equal_their_formulas(kind, offset):
         "layer": norm_oracle(x, kind, 1e-3, offset + leaves["scale"], leaves["bias"]),
         "layer_without_parameters": norm_oracle(x, kind, 1e-3),
     }[kind]
-    kept = {"rms": ("scale",), "layer": ("scale", "bias"), "layer_without_parameters": ()}[kind]
-    params = {name: leaves[name] for name in kept}
-    found = Norm(config).apply({"params": params}, jnp.asarray(x))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+    names = {"rms": ("scale",), "layer": ("scale", "bias"), "layer_without_parameters": ()}[kind]
+    params = {name: leaves[name] for name in names}
+    outputs = Norm(config).apply({"params": params}, jnp.asarray(x))
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-4)
     half = Norm(config).apply({"params": params}, jnp.asarray(x, jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
     # The mean is computed in float32 even then: a row of equal numbers gives exactly the bias.
@@ -68,7 +68,7 @@ def test_norms_equal_their_formulas(kind, offset):
         bias = np.zeros(16) if kind == "layer_without_parameters" else leaves["bias"]
         np.testing.assert_array_equal(np.asarray(half[0, 1]), bias.astype(jnp.bfloat16))
     initial = causal_lm.init(config, jax.random.key(0)).get("final_norm", {})
-    assert set(initial) == set(kept)
+    assert set(initial) == set(names)
     for name, leaf in initial.items():
         np.testing.assert_array_equal(leaf, 1 - offset if name == "scale" else 0)
 
@@ -78,13 +78,13 @@ def test_a_part_of_each_head_is_rotated():
     x = rng.normal(size=(2, 6, 3, 16)).astype(np.float32)
     positions = jnp.asarray([[0, 1, 2, 3, 4, 5], [3, 4, 5, 6, 9, 40]])
     assert inverse_frequencies(rope, 16).tolist() == [1.0, pytest.approx(0.1)]
-    found = np.asarray(apply_rotary(jnp.asarray(x), rotary_tables(rope, 16, positions)))
-    np.testing.assert_array_equal(found[..., 4:], x[..., 4:])
+    rotated = np.asarray(apply_rotary(jnp.asarray(x), rotary_tables(rope, 16, positions)))
+    np.testing.assert_array_equal(rotated[..., 4:], x[..., 4:])
     for pair, frequency in ((0, 1.0), (1, 0.1)):
         turned = (x[..., pair] + 1j * x[..., pair + 2]).astype(np.complex128)
         turned *= np.exp(1j * frequency * np.asarray(positions, np.float64))[..., None]
-        np.testing.assert_allclose(found[..., pair], turned.real, atol=1e-5)
-        np.testing.assert_allclose(found[..., pair + 2], turned.imag, atol=1e-5)
+        np.testing.assert_allclose(rotated[..., pair], turned.real, atol=1e-5)
+        np.testing.assert_allclose(rotated[..., pair + 2], turned.imag, atol=1e-5)
 
 
 def block_oracle(config, layer: dict, x):
@@ -139,12 +139,12 @@ def test_a_block_of_one_token_equals_its_formula(name):
             {"params": layer}, x[:, None], tables, Mask(jnp.ones((9, 1, 1), bool), causal=True)
         )[0]
 
-    found = np.asarray(run(layer, x))[:, 0]
+    actual = np.asarray(run(layer, x))[:, 0]
     expected = block_oracle(config, layer, x.astype(np.float64))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     for other in BLOCKS:
         if other != name and BLOCKS[other].family == config.family:
-            assert np.abs(block_oracle(BLOCKS[other], layer, x) - found).max() > 1e-2
+            assert np.abs(block_oracle(BLOCKS[other], layer, x) - actual).max() > 1e-2
 
 
 def test_initial_trees_hold_what_is_read_and_nothing_else():

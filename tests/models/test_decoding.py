@@ -57,13 +57,13 @@ def decoded_logits(config, params, prompts: np.ndarray, pads: np.ndarray, follow
         return causal_lm.logits(config, params, hidden[:, -1]), cache
 
     logits, cache = prefill(params, prompts, pads)
-    found = [logits]
+    all_logits = [logits]
     for i in range(following.shape[1]):
         column = jnp.int32(prompts.shape[1] + i)
         logits, cache = step(params, following[:, i : i + 1], pads, cache, column)
-        found.append(logits)
+        all_logits.append(logits)
     assert step._cache_size() == 1
-    return np.stack(found, 1), cache
+    return np.stack(all_logits, 1), cache
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,12 +80,12 @@ def test_decoding_equals_the_whole_row(name):
         row[width - n :] = ids[:n]
     following = np.stack([ids[n:] for ids, n in zip(rows, lengths, strict=True)]).astype(np.int32)
     pads = np.array([width - n for n in lengths], np.int32)
-    found, cache = decoded_logits(config, params, prompts, pads, following)
+    decoded, cache = decoded_logits(config, params, prompts, pads, following)
     for b, (ids, n) in enumerate(zip(rows, lengths, strict=True)):
         # One length for all: a token does not depend on later ones.
         row = np.pad(ids, (0, width + new - len(ids)))
-        whole = our_logits(config, params, row[None])[0, n - 1 : len(ids)]
-        assert np.max(np.abs(found[b] - whole)) <= 1e-5 * np.max(np.abs(whole)), (name, b)
+        expected = our_logits(config, params, row[None])[0, n - 1 : len(ids)]
+        assert np.max(np.abs(decoded[b] - expected)) <= 1e-5 * np.max(np.abs(expected)), (name, b)
     # Layers with a window keep only the window.
     assert cache_length(cache) == width + new
     slots = [slot for segment in cache.values() for slot in segment.values()]
@@ -106,10 +106,10 @@ def test_several_tokens_on_top_of_a_full_cache_and_not_of_a_window():
         second, _ = forward_cached(config, params, tokens[:, 5:], pads, cache, 5)
         return causal_lm.logits(config, params, second)
 
-    found = jax.jit(run)(params, tokens)
+    decoded = jax.jit(run)(params, tokens)
     for b, pad in enumerate(pads):
-        whole = our_logits(config, params, tokens[b : b + 1, pad:])[0, 5 - pad :]
-        np.testing.assert_allclose(found[b], whole, atol=1e-5 * np.abs(whole).max())
+        expected = our_logits(config, params, tokens[b : b + 1, pad:])[0, 5 - pad :]
+        np.testing.assert_allclose(decoded[b], expected, atol=1e-5 * np.abs(expected).max())
     gemma = MODELS["gemma2"]
     params = random_params(gemma)
     with pytest.raises(ValueError, match="4 new tokens at once on top of a window"):

@@ -65,8 +65,8 @@ def test_files_are_read_written_and_read_again_to_the_bit(torch, tmp_path, capfd
     assert values["architectures"] == [f"{kind}Model"] and "ffn_heterogeneity" not in values
     before = load_file(tmp_path / "theirs" / WEIGHTS)
     for name, tensor in load_file(tmp_path / "ours" / WEIGHTS).items():
-        whole = name if name in before else f"{kind.lower()}.{name}"
-        assert tensor.tobytes() == before[whole].tobytes(), name
+        full_name = name if name in before else f"{kind.lower()}.{name}"
+        assert tensor.tobytes() == before[full_name].tobytes(), name
     again_config, again = read_pretrained(tmp_path / "ours")
     assert again_config == config and not capfd.readouterr().err
     jax.tree.map(np.testing.assert_array_equal, again, params)

@@ -100,9 +100,9 @@ def test_hidden_states_of_every_layer_agree_on_either_side_of_padding(torch, enc
     inside, states = ours["probes"]["stream"]
     assert not np.any(np.asarray(inside)), "after a post-norm the FFN reads the stream itself"
     assert len(states) == len(theirs.hidden_states) - 1 == 3
-    for found, expected in zip(states, theirs.hidden_states[1:], strict=True):
+    for state, expected in zip(states, theirs.hidden_states[1:], strict=True):
         assert expected[real].abs().max() > 0.5
-        np.testing.assert_allclose(found[real], expected[real], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(state[real], expected[real], atol=1e-4, rtol=0)
     np.testing.assert_array_equal(ours["hidden"], states[-1])
     np.testing.assert_allclose(ours["pooled"], pooled, atol=1e-4, rtol=0)
 
@@ -127,21 +127,21 @@ def test_gradients_agree_leaf_by_leaf(torch, encoder):
     ours, theirs = (flatten(unstack(tree)) for tree in (jax.jit(jax.grad(total))(params), theirs))
     assert set(ours) == set(theirs)
     for path, expected in theirs.items():
-        found, size = np.array(ours[path]), np.linalg.norm(expected)
+        gradient, size = np.array(ours[path]), np.linalg.norm(expected)
         if path == "embed/embedding":  # torch gives the padding token's row none
-            found[config.pad_id] = 0
+            gradient[config.pad_id] = 0
         if path.endswith("/k/bias"):  # one number for all logits of a query: only rounding
-            assert max(size, np.linalg.norm(found)) < 1e-4, path
+            assert max(size, np.linalg.norm(gradient)) < 1e-4, path
         else:
-            assert size > 0 and np.linalg.norm(found - expected) < 1e-4 * size, path
+            assert size > 0 and np.linalg.norm(gradient - expected) < 1e-4 * size, path
 
 
 def test_packed_documents_are_as_if_alone():
-    params, whole = random_params(BERT), batch_of(BERT.vocab_size, rows=2)
-    del whole["positions"]
-    packed = causal_lm.forward(BERT, params, whole)["hidden"]
+    params, batch = random_params(BERT), batch_of(BERT.vocab_size, rows=2)
+    del batch["positions"]
+    packed = causal_lm.forward(BERT, params, batch)["hidden"]
     for places in (slice(0, 4), slice(4, 8)):
-        alone = causal_lm.forward(BERT, params, {"tokens": whole["tokens"][:, places]})["hidden"]
+        alone = causal_lm.forward(BERT, params, {"tokens": batch["tokens"][:, places]})["hidden"]
         np.testing.assert_allclose(packed[:, places], alone, atol=1e-5)
 
 
@@ -172,10 +172,10 @@ def test_attention_dropout_keeps_the_expectation():
 
     keys = jax.random.split(jax.random.key(0), 20_000)
     dropped = jax.jit(jax.vmap(run, (0, None)))(keys, jnp.float32(0.3))
-    whole = plain_attention(q, k, v, mask, scale=0.5)[0]
-    np.testing.assert_allclose(dropped.mean(0), whole, atol=0.03)
-    assert np.abs(dropped[0] - whole).max() > 0.1
-    np.testing.assert_array_equal(run(keys[0], jnp.float32(0)), whole)
+    undropped = plain_attention(q, k, v, mask, scale=0.5)[0]
+    np.testing.assert_allclose(dropped.mean(0), undropped, atol=0.03)
+    assert np.abs(dropped[0] - undropped).max() > 0.1
+    np.testing.assert_array_equal(run(keys[0], jnp.float32(0)), undropped)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -223,11 +223,11 @@ def test_embeddings_drop_after_their_sum_in_training(family):
         outputs = causal_lm.forward(config, params, batch, probes=(first,), dropout=dropout)
         return np.asarray(outputs["probes"]["first"][0])
 
-    whole, dropped = states(None), states(DROP)
+    undropped, dropped = states(None), states(DROP)
     gone = dropped == 0
     assert 0.2 < gone.mean() < 0.6
-    np.testing.assert_allclose(dropped[~gone], whole[~gone] / 0.6, rtol=1e-5)
-    np.testing.assert_array_equal(states((DROP[0], None)), whole)
+    np.testing.assert_allclose(dropped[~gone], undropped[~gone] / 0.6, rtol=1e-5)
+    np.testing.assert_array_equal(states((DROP[0], None)), undropped)
 
 
 # ---- what else reads a model

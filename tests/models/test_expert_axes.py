@@ -67,11 +67,11 @@ def test_what_is_declared_is_what_a_fresh_model_has():
 
 
 def test_a_layer_loses_neurons_and_no_experts():
-    ffn, kept = tree_of()["layers"][1]["ffn"], np.arange(E)
+    ffn, survivors = tree_of()["layers"][1]["ffn"], np.arange(E)
     ffn["neuron_scale"] = np.ones((E, M), np.float32)
-    taken = take_neurons(SPARSE, WHOLE, ffn, kept)
-    np.testing.assert_array_equal(taken["up"]["kernel"], ffn["up"]["kernel"][:, :, kept])
-    np.testing.assert_array_equal(taken["down"]["kernel"], ffn["down"]["kernel"][:, kept])
+    taken = take_neurons(SPARSE, WHOLE, ffn, survivors)
+    np.testing.assert_array_equal(taken["up"]["kernel"], ffn["up"]["kernel"][:, :, survivors])
+    np.testing.assert_array_equal(taken["down"]["kernel"], ffn["down"]["kernel"][:, survivors])
     assert taken["neuron_scale"].shape == (E, E)
     assert taken["router"]["kernel"] is ffn["router"]["kernel"]
 
@@ -97,15 +97,15 @@ def test_the_factors_of_experts_are_folded_into_their_own_rows():
 def test_nucl_of_chosen_layers_is_of_all_their_experts(target):
     params, name = random_params(SPARSE), {"ffn_out": "down", "ffn_in_linear": "up"}[target]
     term = nucl_term(TermContext("nucl"), variant="gini", targets=target, layers=(1, 3))
-    found = term.function(params)
+    result = term.function(params)
     totals = []
     for layer in unstack(params)["layers"]:
         kernels = np.asarray(layer["ffn"][name]["kernel"], np.float64)
         kernels = kernels if name == "down" else np.swapaxes(kernels, 1, 2)
         totals.append([row_statistics(*distributions(w))["gini"].sum() for w in kernels])
     totals = np.sum(totals, axis=1)
-    np.testing.assert_allclose(found.total, totals[1] + totals[3], rtol=1e-5)
-    means = {key.rpartition("/")[2]: value for key, value in found.metrics.items()}
+    np.testing.assert_allclose(result.total, totals[1] + totals[3], rtol=1e-5)
+    means = {key.rpartition("/")[2]: value for key, value in result.metrics.items()}
     np.testing.assert_allclose(means["layer_mean"], totals / (E * M), rtol=1e-5)
     np.testing.assert_allclose(means["mean"], (totals[1] + totals[3]) / (2 * E * M), rtol=1e-5)
 
@@ -165,8 +165,8 @@ def test_codes_and_factors_do_not_hide_the_experts():
         }
     places = dict(linears(config, restack(config, tree)))
     for name, leaf in (("up", "nf4_codes"), ("gate", "low_rank_a"), ("down", "kernel")):
-        own = [leaves[leaf] for place, leaves in places.items() if place.name == f"ffn/{name}"]
-        assert len(own) == 3 * L and all(x.ndim == 2 for x in own)
+        matrices = [leaves[leaf] for place, leaves in places.items() if place.name == f"ffn/{name}"]
+        assert len(matrices) == 3 * L and all(x.ndim == 2 for x in matrices)
     refused("fold the model first", list, ffn_blocks(config, tree))
     with pytest.raises(LeafError, match="nf4_.*depends on neurons to be removed"):
         codes = jax.tree.map(np.asarray, jax.vmap(nf4.quantise)(jnp.ones((3, 128, 64))))

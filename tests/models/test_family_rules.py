@@ -63,19 +63,19 @@ def test_gpt_neox_interleaves_queries_keys_and_values_by_head(leaf):
     family = families.family_by_name("gpt_neox")
     stored = f"gpt_neox.layers.2.attention.query_key_value.{name}"
     rule = next(r for r in family.rules(config) if r.names == (stored,))
-    assert rule.paths == tuple(f"layers/2/attention/{part}/{leaf}" for part in "qkv")
+    assert rule.paths == tuple(f"layers/2/attention/{projection}/{leaf}" for projection in "qkv")
     shape = (96, 6) if leaf == "kernel" else (96,)
     assert rule.stored_shapes(families.expected_shapes(config)) == [shape]
     tensor = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    for part, found in enumerate(rule.load([tensor])):
+    for projection, loaded in enumerate(rule.load([tensor])):
         for head in range(4):
             for i in range(8):
-                row = tensor[(head * 3 + part) * 8 + i]
-                np.testing.assert_array_equal(found[..., head * 8 + i], row)
+                row = tensor[(head * 3 + projection) * 8 + i]
+                np.testing.assert_array_equal(loaded[..., head * 8 + i], row)
     stored = f"blk.2.attn_qkv.{name}"
     rule = next(r for r in family.gguf_rules(config) if r.names == (stored,))
-    for part, found in enumerate(rule.load([tensor])):
-        np.testing.assert_array_equal(found.T, tensor[32 * part : 32 * (part + 1)])
+    for projection, loaded in enumerate(rule.load([tensor])):
+        np.testing.assert_array_equal(loaded.T, tensor[32 * projection : 32 * (projection + 1)])
 
 
 def test_gpt_neox_has_no_grouped_queries():
@@ -89,10 +89,10 @@ def test_qwen_windows_begin_where_config_json_says(name):
     config = tiny(name)
     to_hf = families.family_by_name(config.family).to_hf
     values = to_hf(config) | {"use_sliding_window": True, "max_window_layers": 5}
-    for window, found in ((9, [9] * 2), (None, [None] * 2)):
+    for window, windows in ((9, [9] * 2), (None, [None] * 2)):
         values |= {"sliding_window": window, "layer_types": None}
         listed = families.config_from_hf(values)
-        assert [layer.window for layer in listed.layers] == [None] * 5 + found
+        assert [layer.window for layer in listed.layers] == [None] * 5 + windows
         for layer_types in (to_hf(listed)["layer_types"], None):  # transformers 4 has none
             assert families.config_from_hf(to_hf(listed) | {"layer_types": layer_types}) == listed
     values["layer_types"] = ["full_attention"] * 6 + ["sliding_attention"]
@@ -191,8 +191,8 @@ def test_layer_types_decide_the_windows():
     config = tiny("gemma3_1b")
     values = families.family_by_name("gemma3").to_hf(config)
     values["layer_types"] = ["full_attention"] * 2 + ["sliding_attention"] * 5
-    found = families.config_from_hf(values)
-    assert [layer.window for layer in found.layers] == [None] * 2 + [512] * 5
-    assert [layer.rope.theta for layer in found.layers] == [1e6] * 2 + [1e4] * 5
+    parsed = families.config_from_hf(values)
+    assert [layer.window for layer in parsed.layers] == [None] * 2 + [512] * 5
+    assert [layer.rope.theta for layer in parsed.layers] == [1e6] * 2 + [1e4] * 5
     values["layer_types"][0] = "chunked_attention"
     refused("layer_types", families.config_from_hf, values, error=ConfigError)

@@ -45,8 +45,8 @@ def test_padded_rows_and_greedy_tokens_are_torchs_up_to_the_last_position(torch,
     counts = {"min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
     said = theirs.generate(ids, attention_mask=mask, do_sample=False, **counts)[:, width:]
     generator = Generator(TINY, PARAMS, batch_size=4)
-    found = generator(prompts, Sampling(max_new_tokens=new), progress=None)
-    assert [one.tokens for one in found] == said.tolist()
+    generations = generator(prompts, Sampling(max_new_tokens=new), progress=None)
+    assert [one.tokens for one in generations] == said.tolist()
     with pytest.raises(ValueError, match="more than the 24 positions of the model"):
         generator(prompts, Sampling(max_new_tokens=new + 1), progress=None)
 

@@ -39,13 +39,13 @@ def test_splash_equals_the_plain_form(window, softcap, packed):
     def plain(q, k, v):
         return plain_attention(q, k, v, mask, scale=0.2, softcap=softcap)[0]
 
-    own = {"segments_bt": segments, "scale": 0.2, "softcap": softcap, "window": window}
-    splash = functools.partial(splash_attention, interpret=True, **own)
-    found = []
+    keywords = {"segments_bt": segments, "scale": 0.2, "softcap": softcap, "window": window}
+    splash = functools.partial(splash_attention, interpret=True, **keywords)
+    results = []
     for form in (plain, splash):
         run = jax.jit(lambda *x, f=form: jax.vjp(f, *x)[1](jnp.sin(jnp.arange(32.0)) + 0 * x[0]))
-        found.append((jax.jit(form)(q, k, v), *run(q, k, v)))
-    for number, (expected, got) in enumerate(zip(*found, strict=True)):
+        results.append((jax.jit(form)(q, k, v), *run(q, k, v)))
+    for number, (expected, got) in enumerate(zip(*results, strict=True)):
         bound = 1e-4 if number else 1e-5
         assert np.abs(expected - got).max() <= bound * np.abs(expected).max()
 
@@ -127,8 +127,8 @@ def test_wide_products_round_as_narrow_ones_and_multiply_in_float32():
     )
     exact = [np.asarray(a, np.float64) for a in (x, w, g)]
     x64, w64, g64 = exact
-    found, back = jax.vjp(wide_product, x, w)
-    for got, true in zip((found, *back(g)), (x64 @ w64, g64 @ w64.T, x64.T @ g64), strict=True):
+    product, back = jax.vjp(wide_product, x, w)
+    for got, true in zip((product, *back(g)), (x64 @ w64, g64 @ w64.T, x64.T @ g64), strict=True):
         assert got.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(got, np.float64), true, rtol=2**-8, atol=1e-2)
     lowered = jax.jit(lambda *a: jax.vjp(wide_product, *a[:2])[1](a[2])).lower(x, w, g).as_text()
@@ -160,9 +160,9 @@ def test_rematerialisation_keeps_what_wide_products_rounded():
     def layer(x, w):
         return jnp.sum(jnp.sin(wide_product(x, w)).astype(jnp.float32))
 
-    kept = saved_residuals(jax.checkpoint(layer, policy=REMAT_POLICIES["dots"]), x, w)
-    assert {str(a.dtype) for a, _ in kept} == {"bfloat16", "uint16"}
-    assert [a.shape for a, _ in kept if a.dtype == jnp.uint16] == [(6, 8)]
+    residuals = saved_residuals(jax.checkpoint(layer, policy=REMAT_POLICIES["dots"]), x, w)
+    assert {str(a.dtype) for a, _ in residuals} == {"bfloat16", "uint16"}
+    assert [a.shape for a, _ in residuals if a.dtype == jnp.uint16] == [(6, 8)]
 
 
 def test_no_half_precision_is_written_into_a_stack_of_layers_on_a_cpu():

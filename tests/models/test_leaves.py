@@ -116,7 +116,7 @@ def described(config: ModelConfig, params: dict) -> dict[str, str]:
     leaves, names = declared(config, params), layer_names(params)
     trains = partition.trainable_mask(leaves)
     specs = flatten(partition.shardings(MESH, params, leaves))
-    told: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for path, leaf in flatten(params).items():
         first, axis = names[path][0], removal_axis(path, leaves[path])
         shape = leaf.shape[1:] if path.startswith("stack/") else leaf.shape
@@ -124,13 +124,13 @@ def described(config: ModelConfig, params: dict) -> dict[str, str]:
         learns = bool(trains[path])
         entry += f" decays={learns and leaves[path].decays} trains={learns} neurons={axis}"
         pattern = first if not first.startswith("layers/") else f"*/{first.split('/', 2)[2]}"
-        assert told.setdefault(pattern, entry) == entry, f"{path}: layers differ"
-    return told
+        assert entries.setdefault(pattern, entry) == entry, f"{path}: layers differ"
+    return entries
 
 
 def dump() -> dict:
     """{variant: [{"families", "leaves": new or changed leaves compared with the plain model}]}."""
-    plain, found = {}, {name: [] for name in VARIANTS}
+    plain, groups = {}, {name: [] for name in VARIANTS}
     for family in sorted(families.FAMILIES):
         config = config_of(family)
         for name, make in VARIANTS.items():
@@ -148,11 +148,11 @@ def dump() -> dict:
                 gone = plain[family].keys() - leaves.keys()
                 leaves = {k: v for k, v in leaves.items() if plain[family].get(k) != v}
                 leaves |= dict.fromkeys(sorted(gone), "gone")
-            group = next((one for one in found[name] if one["leaves"] == leaves), None)
+            group = next((one for one in groups[name] if one["leaves"] == leaves), None)
             if group is None:
-                found[name].append(group := {"families": [], "leaves": leaves})
+                groups[name].append(group := {"families": [], "leaves": leaves})
             group["families"].append(family)
-    return found
+    return groups
 
 
 def test_what_is_declared_of_every_leaf():

@@ -121,10 +121,10 @@ def test_nucl_over_it_by_finite_differences():
 def test_a_model_of_factors_is_the_folded_one():
     params = thin_model()
     tokens = {"tokens": np.arange(10, dtype=np.int32)[None]}
-    whole = restack(LLAMA, fold(LLAMA, jax.tree.map(np.asarray, unstack(params))))
+    folded = restack(LLAMA, fold(LLAMA, jax.tree.map(np.asarray, unstack(params))))
     for remat in ("none", "full"):
         options = dataclasses.replace(causal_lm.RunOptions(), remat=remat)
         thin = causal_lm.forward(LLAMA, params, tokens, options=options)["hidden"]
         np.testing.assert_allclose(
-            thin, causal_lm.forward(LLAMA, whole, tokens)["hidden"], atol=2e-5
+            thin, causal_lm.forward(LLAMA, folded, tokens)["hidden"], atol=2e-5
         )

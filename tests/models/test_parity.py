@@ -231,12 +231,12 @@ def pruned(config, params, widths):
     for layer, width in zip(unstack(params)["layers"], widths, strict=True):
         ffn = layer["ffn"]
         incoming = {name: ffn[name] for name in ("gate", "up") if name in ffn}
-        kept = {
+        smaller = {
             name: {key: leaf[..., :width] for key, leaf in leaves.items()}
             for name, leaves in incoming.items()
         }
-        kept["down"] = {**ffn["down"], "kernel": ffn["down"]["kernel"][:width]}
-        layers.append({**layer, "ffn": kept})
+        smaller["down"] = {**ffn["down"], "kernel": ffn["down"]["kernel"][:width]}
+        layers.append({**layer, "ffn": smaller})
     rest = {k: v for k, v in params.items() if k != "stack"}
     config = config.with_widths(widths)
     return config, restack(config, {**rest, "layers": layers})

@@ -76,8 +76,8 @@ def test_all_weight_on_one_layer_is_that_layer(family, norm):
     batch = batch_of(config)
 
     def one_hot(layer):
-        own = params[ROOT] | {"lambda": jnp.where(jnp.arange(config.n_layers) == layer, 200.0, 0)}
-        return logits(config, p32, {**params, ROOT: own}, batch)
+        head = params[ROOT] | {"lambda": jnp.where(jnp.arange(config.n_layers) == layer, 200.0, 0)}
+        return logits(config, p32, {**params, ROOT: head}, batch)
 
     want = logits(config, last, params, batch)
     np.testing.assert_allclose(one_hot(config.n_layers - 1), want, atol=1e-6)
@@ -106,11 +106,11 @@ def test_a_scalar_mix_does_not_see_the_scale_of_states():
     config, params, mix = model_with("bert", "scalar_mix", final_norm="hidden_states")
     batch = batch_of(config)
     states = forward(config, params, batch, probes=mix.probes)["probes"]["pooled"]
-    small, own = (
+    small, unscaled = (
         mix.apply(params, {"probes": {"pooled": scale * states}}, batch, lambda x: x)
         for scale in (1e-3, 1.0)
     )
-    np.testing.assert_allclose(small, own, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(small, unscaled, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("pooling", ["p32", "scalar_mix"])
@@ -122,8 +122,8 @@ def test_the_gradient_of_lambda_by_finite_differences(pooling):
 
         @jax.jit
         def loss(lambdas):
-            own = {**params, ROOT: params[ROOT] | {"lambda": lambdas}}
-            return jnp.sum(jnp.sin(logits(config, made, own, batch, options)))
+            tree = {**params, ROOT: params[ROOT] | {"lambda": lambdas}}
+            return jnp.sum(jnp.sin(logits(config, made, tree, batch, options)))
 
         start = params[ROOT]["lambda"]
         gradient = jax.grad(loss)(start)

@@ -57,9 +57,9 @@ def test_every_product_of_a_program_is_told(config, dtype, exact):
     with products(dtype):
         options = RunOptions(compute_dtype=jnp.dtype(dtype))
         text = window_nll.lower(config, options, params, batch).as_text()
-    told = re.findall(r"dot_general.*precision = \[(\w+), (\w+)\]", text)
-    assert text.count("stablehlo.dot_general") == len(told) > 5
-    assert set(told) == {("HIGHEST", "HIGHEST") if exact else ("DEFAULT", "DEFAULT")}
+    precisions = re.findall(r"dot_general.*precision = \[(\w+), (\w+)\]", text)
+    assert text.count("stablehlo.dot_general") == len(precisions) > 5
+    assert set(precisions) == {("HIGHEST", "HIGHEST") if exact else ("DEFAULT", "DEFAULT")}
 
 
 def test_a_command_follows_its_config_inside_another():
@@ -93,9 +93,9 @@ def test_every_product_of_a_training_step_is_told(tmp_path, monkeypatch, dtype, 
     keys = {key.replace("__", "."): value for key, value in keys.items()}
     fh.run("train", f"nucl_finetune:{tmp_path / 'model'},text", tmp_path / "run", keys)
     step = max(texts, key=len)
-    told = re.findall(r"dot_general.*precision = \[(\w+), (\w+)\]", step)
-    assert step.count("stablehlo.dot_general") == len(told) > 30
-    assert set(told) == {("HIGHEST", "HIGHEST") if exact else ("DEFAULT", "DEFAULT")}
+    precisions = re.findall(r"dot_general.*precision = \[(\w+), (\w+)\]", step)
+    assert step.count("stablehlo.dot_general") == len(precisions) > 30
+    assert set(precisions) == {("HIGHEST", "HIGHEST") if exact else ("DEFAULT", "DEFAULT")}
 
 
 @pytest.mark.parametrize("given, word", [("", "float32"), ("bfloat16", "None")])
@@ -137,8 +137,8 @@ def test_surgeries_compute_in_float32():
 
 
 def test_massive_neurons_are_found_in_float32(monkeypatch):
-    seen, found = [], attack.observe
-    monkeypatch.setattr(attack, "observe", lambda *given: seen.append(said()) or found(*given))
+    seen, original = [], attack.observe
+    monkeypatch.setattr(attack, "observe", lambda *given: seen.append(said()) or original(*given))
     with products("bfloat16"):
         attack.massive_weights(WIDE, restack(WIDE, random_params(WIDE)))
     assert seen == ["float32"]
@@ -156,8 +156,8 @@ def test_the_python_interface_does_as_well(monkeypatch):
     seen = []
     model = Model(LLAMA, random_params(LLAMA), byte_tokenizer(), "tiny")
     inside = fh.hidden_states.__wrapped__.__globals__
-    own = inside["_states"]
-    monkeypatch.setitem(inside, "_states", lambda *given: seen.append(said()) or own(*given))
+    original = inside["_states"]
+    monkeypatch.setitem(inside, "_states", lambda *given: seen.append(said()) or original(*given))
     fh.hidden_states(model, [TEXT[:20]])
     fh.hidden_states(model, [TEXT[:20]], options=RunOptions(compute_dtype=jnp.bfloat16))
     forward = generate.Generator.__call__

@@ -33,8 +33,8 @@ def main(address: str, count: int, index: int, out: str) -> None:
     rows = local_rows(placed[1], ROWS, ACCUMULATION)
     assert len(rows) * count == ROWS
     first = {k: v[rows] for k, v in batch_of(config.vocab_size, rows=ROWS, seed=0).items()}
-    whole = partition.batch_sharding(placed[1].mesh, accumulated=False)
-    grads = to_host(flatten(gradient(state.params, place_batch(first, whole))))
+    sharding = partition.batch_sharding(placed[1].mesh, accumulated=False)
+    grads = to_host(flatten(gradient(state.params, place_batch(first, sharding))))
     losses = []
     for i in range(3):
         batch = batch_of(config.vocab_size, rows=ROWS, seed=i)
@@ -42,9 +42,9 @@ def main(address: str, count: int, index: int, out: str) -> None:
         state, metrics = step(state, place_batch(cut, placed[1]), place_scalars(HYPER, placed[2]))
         losses.append(float(metrics["loss"]))
     params = to_host(flatten(state.params))
-    found = {f"gradient {k}": v for k, v in grads.items()}
-    found |= {f"parameter {k}": v for k, v in params.items()}
-    distributed.on_main(lambda: np.savez(out, losses=losses, **found))
+    arrays = {f"gradient {k}": v for k, v in grads.items()}
+    arrays |= {f"parameter {k}": v for k, v in params.items()}
+    distributed.on_main(lambda: np.savez(out, losses=losses, **arrays))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ PATHS = ["embed/embedding", "stack/a/ffn/down/kernel", "stack/a/ffn/down/bias"]
 def full_config():
     """Every kind of leaf a decoder can have, and two segments."""
     layers = (LayerConfig(24), LayerConfig(24, window=4), LayerConfig(16), LayerConfig(20, "plain"))
-    own = {"vocab_size": 32, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
-    own |= {"post_norms": True, "qk_norm": True, "attention_bias": True, "ffn_bias": True}
-    return ModelConfig("gemma3", layers=layers, attention_out_bias=True, tied=False, **own)
+    settings = {"vocab_size": 32, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
+    settings |= {"post_norms": True, "qk_norm": True, "attention_bias": True, "ffn_bias": True}
+    return ModelConfig("gemma3", layers=layers, attention_out_bias=True, tied=False, **settings)
 
 
 def matched(rules, default=2):
@@ -97,8 +97,8 @@ def test_an_unknown_leaf_is_refused():
 
 
 def test_what_changes_its_meaning_with_some_of_the_neurons():
-    kept = (Leaf(("neurons", "d_model")), Leaf(("neurons",), sums=("d_model",)), Leaf(("rank",)))
-    assert not any(leaf.depends_on("neurons") for leaf in kept)
+    intact = (Leaf(("neurons", "d_model")), Leaf(("neurons",), sums=("d_model",)), Leaf(("rank",)))
+    assert not any(leaf.depends_on("neurons") for leaf in intact)
     lost = (Leaf(("own",), numbers="neurons"), Leaf(("d_model",), sums=("neurons",)))
     lost += (Leaf(("half", "out")).beside(Leaf(("neurons", "d_model"))),)
     assert all(leaf.depends_on("neurons") for leaf in lost)

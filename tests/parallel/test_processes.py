@@ -81,11 +81,15 @@ def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path, data):
     }
 
     def arguments(name: str) -> list:
-        own = {"data.validation_fraction": 0.2, "data.passage_chars": 400, "steps": 12}
-        own |= {"seq_len": 64, "batch_size": 8, "accumulation": 2, "eval.every": 4}
-        own |= {"checkpoint.every": 4, "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 0}
+        settings = {"data.validation_fraction": 0.2, "data.passage_chars": 400, "steps": 12}
+        settings |= {"seq_len": 64, "batch_size": 8, "accumulation": 2, "eval.every": 4}
+        settings |= {
+            "checkpoint.every": 4,
+            "optimizer.learning_rate": 1e-3,
+            "optimizer.warmup_steps": 0,
+        }
         config = f"configs/nucl_finetune.py:{tmp_path}/model,{data}"
-        return ["scripts/train.py", *flags_of(config, tmp_path / name, **source[data], **own)]
+        return ["scripts/train.py", *flags_of(config, tmp_path / name, **source[data], **settings)]
 
     alone = tmp_path / "alone.log"
     assert end([start(*arguments("alone"), log=alone)], [alone]) == [0], alone.read_text()[-1500:]

@@ -94,8 +94,8 @@ def test_a_damaged_gguf(smollm2_gguf, tmp_path):
     ]:
         path = tmp_path / name
         path.write_bytes(content)
-        own = {"model": path, "text": "README.md", "workdir": tmp_path / "run"}
-        assert name in run_script("evaluate", **own).error
+        flags = {"model": path, "text": "README.md", "workdir": tmp_path / "run"}
+        assert name in run_script("evaluate", **flags).error
         assert not (tmp_path / "run").exists()
         convert = run_script("convert", f"--model={path}", f"--output={tmp_path / 'out'}")
         assert name in convert.error
@@ -147,8 +147,8 @@ def test_code_in_a_directory_never_runs(vocabulary, tmp_path):
     )
     load = "import sys; from ffn_heterogeneity.io.load import load_tokenizer\n"
     load += "try: print(len(load_tokenizer(sys.argv[1])))\nexcept ValueError as error: print(error)"
-    own = {"given": "y\n" * 9, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = run_program(sys.executable, "-c", load, directory, **own)
+    options = {"given": "y\n" * 9, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = run_program(sys.executable, "-c", load, directory, **options)
     assert not marker.exists() and done.code == 0, done.err
     (line,) = done.out.splitlines()
     if vocabulary == "tokenizer.json":

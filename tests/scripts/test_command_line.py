@@ -132,8 +132,8 @@ def test_a_failed_run_keeps_what_was_there(tmp_path):
 
 
 def test_values_reach_the_run(model, text, tmp_path):
-    own = {"model": model, "text": text, "window": 16, "max_windows": 3, "bos": "none"}
-    done = run_script("evaluate", workdir=tmp_path / "run", **own)
+    settings = {"model": model, "text": text, "window": 16, "max_windows": 3, "bos": "none"}
+    done = run_script("evaluate", workdir=tmp_path / "run", **settings)
     assert done.code == 0, done.err
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["window"], config["max_windows"], config["bos"]) == (16, 3, "none")
@@ -144,16 +144,16 @@ def test_values_reach_the_run(model, text, tmp_path):
 def test_from_a_pruned_model_to_its_perplexity(model, text, tmp_path):
     """compress, analyze, evaluate and convert read each other's directories."""
     pruned, wide = tmp_path / "pruned", tmp_path / "wide"
-    own = {"model": model, "layers": "odd", "ratio": 0.75, "workdir": pruned}
-    assert run_script("compress", **own).code == 0
+    settings = {"model": model, "layers": "odd", "ratio": 0.75, "workdir": pruned}
+    assert run_script("compress", **settings).code == 0
     places = (f"--model={pruned / 'model'}", f"--output={wide}")
     done = run_script("convert", *places, "--dtype=float32", "--export=padded")
     assert done.code == 0, done.err
     nll = {}
     for spec in (model, pruned / "model", wide):
         workdir = tmp_path / f"nll-{len(nll)}"
-        own = {"model": spec, "text": text, "window": 32, "max_windows": 8, "workdir": workdir}
-        done = run_script("evaluate", **own)
+        settings = {"model": spec, "text": text, "window": 32, "max_windows": 8, "workdir": workdir}
+        done = run_script("evaluate", **settings)
         assert done.code == 0, done.err
         nll[str(spec)] = json.loads((workdir / "results.json").read_text())["nll"]
     full, smaller, padded = nll.values()
@@ -167,9 +167,9 @@ def test_from_a_pruned_model_to_its_perplexity(model, text, tmp_path):
 def test_train_from_the_command_line(model, text, tmp_path):
     """Tuples and nested keys by flag; the same command again only reads; another is rejected."""
     workdir = tmp_path / "run"
-    own = TRAIN | {"losses.nucl.variant": "ent", "optimizer.name": "sgd", "dropout": 0}
-    own |= {"data.path": text, "losses.nucl.targets": ("ffn_out", "attention_out")}
-    flags = flags_of(f"configs/nucl_finetune.py:{model},text", workdir, **own)
+    settings = TRAIN | {"losses.nucl.variant": "ent", "optimizer.name": "sgd", "dropout": 0}
+    settings |= {"data.path": text, "losses.nucl.targets": ("ffn_out", "attention_out")}
+    flags = flags_of(f"configs/nucl_finetune.py:{model},text", workdir, **settings)
     flags.append("--noconfig.tensorboard")
     done = run_script("train", *flags)
     assert done.code == 0, done.err
@@ -205,8 +205,8 @@ def test_a_real_process_succeeds_from_another_directory(model, tmp_path, monkeyp
     r /= r.sum(-1, keepdims=True)
     entropy = -(r * np.log(r)).sum(-1)
     assert results["removed"] == np.sort(np.argsort(-entropy, axis=-1)[:, :5]).tolist()
-    told = (tmp_path / "out" / "command.txt").read_text()
-    assert "scripts/compress.py --workdir=out --config.model=" in told
+    command = (tmp_path / "out" / "command.txt").read_text()
+    assert "scripts/compress.py --workdir=out --config.model=" in command
 
 
 def test_a_real_process_fails_with_one_line():
@@ -230,11 +230,11 @@ def test_answers_are_on_stdout_and_notes_on_stderr(model, text, tmp_path):
         "train": (train, ["validation/nll: "]),
         "sweep": (table, ["removed", ": perplexity "]),
     }
-    for name, (flags, told) in commands.items():
+    for name, (flags, expected) in commands.items():
         workdir = tmp_path / name
         done = run_script(name, *flags, f"--workdir={workdir}")
         assert done.code == 0, done.err
-        for words in told:
+        for words in expected:
             assert words in done.out and words not in done.err, (name, done)
         for note in ("work directory", "it/s", "loading", "step 1/", "compiling", str(tmp_path)):
             assert note not in done.out, (name, note)

@@ -71,7 +71,7 @@ def places(tmp_path_factory):
     root = tmp_path_factory.mktemp("hostile")
     model = root / "model"
     save_tiny(model)
-    found = {"model": model, "folder": root / "folder", "zero": root / "zero.txt"}
+    paths = {"model": model, "folder": root / "folder", "zero": root / "zero.txt"}
     (root / "folder").mkdir()
     (root / "zero.txt").symlink_to("/dev/zero")
     for name, content in {
@@ -87,13 +87,13 @@ def places(tmp_path_factory):
         + b"\n",
     }.items():
         (root / name).write_bytes(content)
-        found[name.partition(".")[0]] = root / name
-    found["npy"] = (root / "npy.npy").rename(root / "huge.npy")
+        paths[name.partition(".")[0]] = root / name
+    paths["npy"] = (root / "npy.npy").rename(root / "huge.npy")
     os.mkfifo(root / "fifo.txt")
-    found["fifo"] = root / "fifo.txt"
+    paths["fifo"] = root / "fifo.txt"
     for name in ("bomb", "pipe"):
         save_tiny(root / name)
-        found[name] = root / name
+        paths[name] = root / name
     path = root / "bomb" / "tokenizer.json"
     more = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
     bomb = {"normalizer": {"type": "Sequence", "normalizers": [more] * 5}}
@@ -104,13 +104,13 @@ def places(tmp_path_factory):
     (root / "run").mkdir()
     (root / "run" / "config.json").write_text("{}")
     (root / "run" / "results.json").write_text("[" * 100_000)
-    found["run"] = root / "run"
-    return found
+    paths["run"] = root / "run"
+    return paths
 
 
 @pytest.mark.parametrize("command, says", CASES, ids=range(len(CASES)))
 def test_one_line(places, tmp_path, command, says):
-    script, *flags = (part.format(**places) for part in command)
+    script, *flags = (word.format(**places) for word in command)
     more = "--output" if script == "report" else "--workdir"
     with bounded():
         done = run_script(script, *flags, f"{more}={tmp_path / 'out'}")

@@ -144,10 +144,14 @@ def test_five_preemptions_change_nothing(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT * 4)
 
     def command(workdir):
-        own = {"data.path": tmp_path / "text.txt", "data.validation_fraction": 0.2, "steps": 60}
-        own |= {"data.passage_chars": 200, "seq_len": 64, "batch_size": 4, "eval.every": 20}
-        own |= {"checkpoint.every": 4, "optimizer.learning_rate": 1e-3, "tensorboard": False}
-        flags = flags_of(f"configs/nucl_finetune.py:{tmp_path}/model,text", workdir, **own)
+        settings = {
+            "data.path": tmp_path / "text.txt",
+            "data.validation_fraction": 0.2,
+            "steps": 60,
+        }
+        settings |= {"data.passage_chars": 200, "seq_len": 64, "batch_size": 4, "eval.every": 20}
+        settings |= {"checkpoint.every": 4, "optimizer.learning_rate": 1e-3, "tensorboard": False}
+        flags = flags_of(f"configs/nucl_finetune.py:{tmp_path}/model,text", workdir, **settings)
         return [sys.executable, REPOSITORY / "scripts" / "train.py", *flags]
 
     plain = run_program(*command(tmp_path / "plain"))

@@ -49,8 +49,8 @@ NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])|(?<![\w
 
 def tables(text: str) -> list[list[list[str]]]:
     """Every table's rows of cells, the header first, without the line of dashes."""
-    found = re.findall(r"(?:^\|.*\|\n)+", text + "\n", re.M)
-    return [[cells(line) for line in one.splitlines() if not dashes(line)] for one in found]
+    blocks = re.findall(r"(?:^\|.*\|\n)+", text + "\n", re.M)
+    return [[cells(line) for line in one.splitlines() if not dashes(line)] for one in blocks]
 
 
 def cells(line: str) -> list[str]:
@@ -118,8 +118,8 @@ def archived(*names: str) -> dict[str, float]:
 
 
 def by_seed(runs: dict[str, float], pattern: str) -> np.ndarray:
-    found = {int(hit[1]): nll for run, nll in runs.items() if (hit := re.search(pattern, run))}
-    return np.array([found[seed] for seed in sorted(found)])
+    nlls = {int(hit[1]): nll for run, nll in runs.items() if (hit := re.search(pattern, run))}
+    return np.array([nlls[seed] for seed in sorted(nlls)])
 
 
 def looked_at() -> list[float]:
@@ -203,10 +203,10 @@ def test_numbers_have_a_source(page):
     seen = 0
     for one in tables((DOCS / f"findings/{page}.md").read_text()):
         for cell in (cell for row in one[1:] for cell in row):
-            found = {x for x in numbers(cell) if digits(x) >= 3}
-            seen += len(found)
+            cited = {x for x in numbers(cell) if digits(x) >= 3}
+            seen += len(cited)
             allowed = sources | shares if "%" in cell else sources
-            assert found <= allowed, (cell, found - allowed)
+            assert cited <= allowed, (cell, cited - allowed)
     assert seen > 10
 
 

@@ -52,11 +52,11 @@ def found_by_torch(torch, theirs, bos):
 
 def test_the_massive_layer_is_the_same(both, torch):
     model, theirs, _ = both
-    found = massive_weights(model.config, model.params)
+    massive = massive_weights(model.config, model.params)
     layer, order = found_by_torch(torch, theirs, model.config.bos_id)
-    assert (found.layer, found.indices[:10].tolist()) == (layer, order[:10])
-    print(f"{model.source}: layer {layer} (from 0), {order[:5]}, {found.magnitudes[:5]}")
-    assert found.magnitudes[0] > 20 * np.median(found.states[layer])
+    assert (massive.layer, massive.indices[:10].tolist()) == (layer, order[:10])
+    print(f"{model.source}: layer {layer} (from 0), {order[:5]}, {massive.magnitudes[:5]}")
+    assert massive.magnitudes[0] > 20 * np.median(massive.states[layer])
 
 
 @pytest.mark.parametrize("k", KS)
@@ -67,17 +67,17 @@ def test_perplexity_under_attack(both, torch, attack, k):
     changed, _ = SURGERIES["attack"](model, settings)
     ours = perplexity(changed.config, changed.params, rows, progress=None)["nll"]
     layer, order = found_by_torch(torch, theirs, model.config.bos_id)
-    mlp, kept = layers_of(theirs)[layer].mlp, {}
+    mlp, originals = layers_of(theirs)[layer].mlp, {}
     lost = torch.isin(torch.arange(len(order)), torch.tensor(order[:k], dtype=torch.long))
     lost = lost if attack == "zero" else ~lost
     for name in ("gate_proj", "up_proj"):
         weight = getattr(mlp, name).weight.data
-        kept[name] = weight.clone()
+        originals[name] = weight.clone()
         weight[lost] = 0
     try:
         total, count = torch_nll(torch, theirs, rows)
     finally:
-        for name, weight in kept.items():
+        for name, weight in originals.items():
             getattr(mlp, name).weight.data.copy_(weight)
     print(f"{attack} {k}: perplexity {np.exp(ours):.4f}, torch {np.exp(total / count):.4f}")
     assert abs(np.exp(ours - total / count) - 1) <= 5e-3
@@ -103,11 +103,11 @@ def test_why_gemma_with_one_neuron_is_worse_than_with_none(gemma3_gguf, shared_d
 
     def nll(middle, ffn, size):
         states = (middle + ffn / size * scale).astype(np.float32)
-        own, params = resumed(config, tree, states, 1)
-        return float(_nll(own, RunOptions(), params, rows[:, 1:], -1))
+        rest_config, params = resumed(config, tree, states, 1)
+        return float(_nll(rest_config, RunOptions(), params, rows[:, 1:], -1))
 
-    whole, one, none = (branches(k) for k in (None, 1, 0))
-    own, by_whole, silent = nll(*one), nll(*one[:2], whole[2]), nll(*none)
-    print(f"one: {own:.3f} nats; divided as the whole: {by_whole:.3f}; none: {silent:.3f}")
+    full, one, none = (branches(k) for k in (None, 1, 0))
+    by_own, by_whole, silent = nll(*one), nll(*one[:2], full[2]), nll(*none)
+    print(f"one: {by_own:.3f} nats; divided as the whole: {by_whole:.3f}; none: {silent:.3f}")
     assert np.median(one[2][:, 1:]) < 0.01 * one[2][0, 0, 0]  # it is almost 0 after bos
-    assert by_whole < silent < own - 1
+    assert by_whole < silent < by_own - 1

@@ -31,8 +31,8 @@ def start(model, data, workdir) -> subprocess.Popen:
     keys |= {"optimizer.warmup_steps": 0, "tensorboard": False}
     flags = flags_of(f"configs/nucl_finetune.py:{model},jsonl,lora", workdir, **keys)
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
-    own = {"cwd": REPOSITORY, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
-    return subprocess.Popen([sys.executable, "scripts/train.py", *flags], **own, **pipes)
+    options = {"cwd": REPOSITORY, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
+    return subprocess.Popen([sys.executable, "scripts/train.py", *flags], **options, **pipes)
 
 
 @pytest.fixture(scope="module")

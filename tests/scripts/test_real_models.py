@@ -82,7 +82,7 @@ def test_removal_equals_masking(smollm2, reduced, tokens):
 
 def test_analysis_equals_the_oracle(smollm2, smollm2_gguf, tmp_path):
     results = evaluation.run(config_of("analyze", model=str(smollm2_gguf)), tmp_path)
-    for layer, found in zip(unstack(smollm2.params)["layers"], results["layers"], strict=True):
+    for layer, measured in zip(unstack(smollm2.params)["layers"], results["layers"], strict=True):
         w = np.abs(layer["ffn"]["down"]["kernel"].astype(np.float64))
         r = w / w.sum(axis=1, keepdims=True)
         logs = np.log(r, where=r > 0, out=np.zeros_like(r))
@@ -92,7 +92,7 @@ def test_analysis_equals_the_oracle(smollm2, smollm2_gguf, tmp_path):
             "mstd": -np.sqrt(((r - 1 / 576) ** 2).mean(axis=1)).sum(),
         }
         for name, value in oracle.items():
-            assert math.isclose(found[name], value, rel_tol=1e-12), name
+            assert math.isclose(measured[name], value, rel_tol=1e-12), name
     assert len(results["layers"]) == 30 and (tmp_path / "connectivity.png").stat().st_size > 5000
 
 
@@ -134,8 +134,8 @@ def test_the_model_rewritten_as_another_family(torch, smollm2, tokens, tmp_path,
 
 def perplexity_against_torch(torch, gguf, wikitext, directory):
     """Ours by the script's function on the .gguf; torch's on windows cut here."""
-    own = {"window": WINDOW, "max_windows": WINDOWS, "bos": "segment"}
-    config = config_of("perplexity", model=str(gguf), text=str(wikitext), **own)
+    settings = {"window": WINDOW, "max_windows": WINDOWS, "bos": "segment"}
+    config = config_of("perplexity", model=str(gguf), text=str(wikitext), **settings)
     results = evaluate.run(config, directory / "run")
     assert json.loads((directory / "run" / "results.json").read_text()) == results
     model = load_model(gguf)

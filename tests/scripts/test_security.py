@@ -56,7 +56,7 @@ PROMISES = {
 
 def test_every_promise_is_tried():
     text = (REPOSITORY / "SECURITY.md").read_text()
-    said = [" ".join(part.split()) for part in re.split(r"(?m)^- ", text)[1:]]
+    said = [" ".join(item.split()) for item in re.split(r"(?m)^- ", text)[1:]]
     left = dict(PROMISES)
     for promise in said:
         (words,) = [words for words in left if promise.startswith(words)]

@@ -84,7 +84,7 @@ def test_stages_take_the_keys_of_the_files_they_start_from():
 
 
 def test_a_stage_computes_with_such_a_key():
-    own = {"recover.optimizer.b2": 2, "dry_run": "h100:1"}
-    flags = flags_of("configs/prune_recover.py:smollm2_135m,text", "runs/never", **own)
+    settings = {"recover.optimizer.b2": 2, "dry_run": "h100:1"}
+    flags = flags_of("configs/prune_recover.py:smollm2_135m,text", "runs/never", **settings)
     assert "b2" in run_script("train", *flags).error
     assert not (REPOSITORY / "runs/never").exists()

@@ -39,9 +39,9 @@ def planted(config, layer=1, neuron=5):
 
 
 def test_the_planted_neuron_is_found():
-    found = massive_weights(LLAMA, planted(LLAMA))
-    assert (found.layer, found.indices[0]) == (1, 5)
-    assert found.magnitudes[0] > 20 * found.magnitudes[1]
+    massive = massive_weights(LLAMA, planted(LLAMA))
+    assert (massive.layer, massive.indices[0]) == (1, 5)
+    assert massive.magnitudes[0] > 20 * massive.magnitudes[1]
     # The second half of the stack is not searched, unless it is named.
     late = planted(LLAMA, layer=3, neuron=7)
     assert massive_weights(LLAMA, late).layer < 2
@@ -61,9 +61,11 @@ def test_states_are_those_of_transformers(torch, tmp_path):
     with torch.no_grad():
         theirs(torch.tensor([[LLAMA.bos_id]]))
     expected = np.abs(torch.stack(seen).numpy())
-    found = massive_weights(LLAMA, params)
-    np.testing.assert_allclose(found.states, expected, rtol=1e-5, atol=1e-7)
-    np.testing.assert_array_equal(found.magnitudes, found.states[found.layer][found.indices])
+    massive = massive_weights(LLAMA, params)
+    np.testing.assert_allclose(massive.states, expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(
+        massive.magnitudes, massive.states[massive.layer][massive.indices]
+    )
 
 
 @pytest.mark.parametrize("scope", ["massive", "layer", "others"])
@@ -73,9 +75,9 @@ def test_whom_macdrop_drops(scope):
     order = massive_weights(LLAMA, model.params, layer=1).indices
     rows = {"massive": order[:3], "layer": order, "others": order[3:]}[scope]
     dropping, _ = SURGERIES["macdrop"](model, {"k": 3, "scope": scope, "layer": 1})
-    found = {p: x for p, x in flatten(unstack(dropping.params)).items() if p.endswith("rows")}
-    assert set(found) == {f"layers/1/ffn/{name}/macdrop_rows" for name in ("gate", "up")}
-    for leaf in found.values():
+    dropped = {p: x for p, x in flatten(unstack(dropping.params)).items() if p.endswith("rows")}
+    assert set(dropped) == {f"layers/1/ffn/{name}/macdrop_rows" for name in ("gate", "up")}
+    for leaf in dropped.values():
         np.testing.assert_array_equal(leaf, np.sort(rows))
 
 
@@ -106,9 +108,9 @@ def test_an_attack_silences_those_neurons_and_nothing_else(model, attack, k):
         for params in (changed.params, restack(model.config, silent))
     ]
     np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-6)
-    whole = (attack, k) in (("zero", 0), ("retain", width))
+    harmless = (attack, k) in (("zero", 0), ("retain", width))
     same = np.array_equal(logits[0], our_logits(model.config, model.params, TOKENS))
-    assert same == whole
+    assert same == harmless
 
 
 @pytest.mark.parametrize(

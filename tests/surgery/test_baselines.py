@@ -88,27 +88,27 @@ def test_svd_is_the_closest_of_its_rank_and_keeps_so_many_parameters():
         assert np.linalg.norm(one - other) == pytest.approx(
             np.sqrt((values[rank:] ** 2).sum()), 1e-4
         )
-    kept = sum(x.size for leaves in layers[0]["ffn"].values() for x in leaves.values())
-    assert kept == 3 * rank * (n + k) and report["kept_share"] == kept / (3 * n * k) <= 0.5
+    size = sum(x.size for leaves in layers[0]["ffn"].values() for x in leaves.values())
+    assert size == 3 * rank * (n + k) and report["kept_share"] == size / (3 * n * k) <= 0.5
     assert report["ffn_widths_after"] == report["ffn_widths_before"]
     folded, _ = SURGERIES["fold"](few, {})
     np.testing.assert_allclose(logits(few), logits(folded), atol=1e-5)
     full, _ = fused(model, method="svd", ratio=0.0)
     ranks = {leaves["low_rank_a"].shape[1] for leaves in down_kernels(full)[1][0]["ffn"].values()}
     assert ranks == {n * k // (n + k)}, "as many parameters as before, not as many directions"
-    whole = low_rank.of_kernel(before[0], min(n, k))
-    np.testing.assert_allclose(whole["low_rank_a"] @ whole["low_rank_b"], before[0], atol=1e-5)
+    exact = low_rank.of_kernel(before[0], min(n, k))
+    np.testing.assert_allclose(exact["low_rank_a"] @ exact["low_rank_b"], before[0], atol=1e-5)
 
 
 def test_a_mask_keeps_the_largest_weights_of_all_blocks():
     model = model_of()
     few, report = fused(model, method="unstructured", ratio=0.75, layers="1-2")
     _, layers = down_kernels(few)
-    own = [leaves for layer in layers[1:3] for leaves in layer["ffn"].values()]
-    pairs = [(np.abs(leaves["kernel"]), leaves["mask"]) for leaves in own]
-    kept = np.concatenate([kernel[mask == 1] for kernel, mask in pairs])
+    masked = [leaves for layer in layers[1:3] for leaves in layer["ffn"].values()]
+    pairs = [(np.abs(leaves["kernel"]), leaves["mask"]) for leaves in masked]
+    remaining = np.concatenate([kernel[mask == 1] for kernel, mask in pairs])
     gone = np.concatenate([kernel[mask == 0] for kernel, mask in pairs])
-    assert kept.min() > gone.max() and len(kept) == 0.25 * (len(kept) + len(gone))
+    assert remaining.min() > gone.max() and len(remaining) == 0.25 * (len(remaining) + len(gone))
     assert report["kept_share"] == 0.25 and "mask" not in layers[0]["ffn"]["up"]
     assert report["parameters_after"] == report["parameters_before"] - len(gone)
 
@@ -118,9 +118,9 @@ def test_structured_pruning_takes_whole_neurons():
     ffn = block(gated=True, dtype=np.float32)
     few = compressed(ffn, "structured", 7)
     sums = sum(np.abs(ffn[x]["kernel"]).sum(0) + np.abs(ffn[x]["bias"]) for x in ("gate", "up"))
-    kept = np.sort(np.argsort(-(sums + np.abs(ffn["down"]["kernel"]).sum(1)))[:7])
-    np.testing.assert_array_equal(few["gate"]["kernel"], ffn["gate"]["kernel"][:, kept])
-    np.testing.assert_array_equal(few["down"]["kernel"], ffn["down"]["kernel"][kept])
+    survivors = np.sort(np.argsort(-(sums + np.abs(ffn["down"]["kernel"]).sum(1)))[:7])
+    np.testing.assert_array_equal(few["gate"]["kernel"], ffn["gate"]["kernel"][:, survivors])
+    np.testing.assert_array_equal(few["down"]["kernel"], ffn["down"]["kernel"][survivors])
 
 
 @pytest.mark.parametrize("method", sorted([*METHODS, *ENTRIES]))
@@ -149,5 +149,5 @@ def test_what_is_compressed_trains_on_and_p_and_masks_stay(method, tmp_path):
     before, after = (flatten(unstack(model.params)) for model in made)
     assert before.keys() == after.keys()
     still = {path.split("/")[-1] for path in before if np.array_equal(before[path], after[path])}
-    kept = {"fusion": "neuron_scale", "mmd": "neuron_scale", "unstructured": "mask"}
-    assert still == ({kept[method]} if method in kept else set())
+    fixed = {"fusion": "neuron_scale", "mmd": "neuron_scale", "unstructured": "mask"}
+    assert still == ({fixed[method]} if method in fixed else set())

@@ -44,8 +44,8 @@ def relu(x):
 
 def without(ffn: dict, gone, kernel) -> dict:
     """The FFN without those neurons, its outgoing weights replaced."""
-    kept = np.setdiff1d(np.arange(ffn["down"]["kernel"].shape[0]), gone)
-    smaller = take_neurons(BIASED, PLACE, ffn, kept)
+    survivors = np.setdiff1d(np.arange(ffn["down"]["kernel"].shape[0]), gone)
+    smaller = take_neurons(BIASED, PLACE, ffn, survivors)
     smaller.pop("neuron_scale", None)
     return smaller | {"down": smaller["down"] | {"kernel": kernel}}
 
@@ -62,13 +62,15 @@ def test_sum_adds_up_the_merges_in_their_order():
     w, steps = ffn["down"]["kernel"].copy(), brute_force(ffn, 20)
     for i, j in steps:
         w[i] += w[j]
-    kept = np.setdiff1d(np.arange(30), gone)
+    survivors = np.setdiff1d(np.arange(30), gone)
     assert sorted(j for _, j in steps) == gone.tolist()
-    np.testing.assert_array_equal(smaller["down"]["kernel"], w[kept])
+    np.testing.assert_array_equal(smaller["down"]["kernel"], w[survivors])
     np.testing.assert_array_equal(smaller["down"]["bias"], ffn["down"]["bias"])
-    np.testing.assert_array_equal(smaller["gate"]["bias"], ffn["gate"]["bias"][kept])
+    np.testing.assert_array_equal(smaller["gate"]["bias"], ffn["gate"]["bias"][survivors])
     # Nothing is lost: all rows are in some kept neuron.
-    np.testing.assert_allclose(w[kept].sum(axis=0), ffn["down"]["kernel"].sum(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(
+        w[survivors].sum(axis=0), ffn["down"]["kernel"].sum(axis=0), rtol=1e-12
+    )
     assert report["layer"] == 3 and report["lambda_max"] == 1 and report["condition"] is None
     assert report["lambda_norm"] == pytest.approx(20**0.5)
 
@@ -80,13 +82,13 @@ def test_sum_of_other_criteria_goes_to_the_nearest_survivor(plain, integers):
     for _ in range(20):
         draw = (lambda shape: rng.integers(-1, 2, shape)) if integers else None
         ffn = layer_of(rng, 25, 2, plain=plain, draw=draw, dtype=np.float32)
-        kept, gone = split(25, 10, rng)
+        survivors, gone = split(25, 10, rng)
         e, w = vectors_of(ffn), ffn["down"]["kernel"].astype(np.float64)
-        squared = ((e[gone][:, None] - e[kept][None]) ** 2).sum(axis=-1)
+        squared = ((e[gone][:, None] - e[survivors][None]) ** 2).sum(axis=-1)
         for row, j in zip(squared, gone, strict=True):
-            w[kept[row.argmin()]] += w[j]
-        found, report = outgoing_of_survivors("sum", ffn, gone)
-        np.testing.assert_allclose(found, w[kept], rtol=1e-6, atol=1e-6)
+            w[survivors[row.argmin()]] += w[j]
+        outgoing, report = outgoing_of_survivors("sum", ffn, gone)
+        np.testing.assert_allclose(outgoing, w[survivors], rtol=1e-6, atol=1e-6)
         residual = np.sqrt(squared.min(axis=1).sum() / (e[gone] ** 2).sum())
         assert report["residual"] == pytest.approx(residual, rel=1e-9)
 
@@ -117,8 +119,8 @@ def test_scaled_is_exact_for_multiples_of_the_linear_part():
             ffn["up"][key][..., j] = c * ffn["up"][key][..., i]
     gone, x = np.array(sorted(pairs)), rng.normal(size=(40, 5))
     kernel, report = outgoing_of_survivors("scaled", ffn, gone)
-    found = forward(without(ffn, gone, kernel), x, silu)
-    np.testing.assert_allclose(found, forward(ffn, x, silu), atol=1e-12)
+    outputs = forward(without(ffn, gone, kernel), x, silu)
+    np.testing.assert_allclose(outputs, forward(ffn, x, silu), atol=1e-12)
     assert report["lambda_max"] == pytest.approx(3) and report["residual"] < 1e-12
     kernel, _ = outgoing_of_survivors("sum", ffn, gone)
     assert np.abs(forward(without(ffn, gone, kernel), x, silu) - forward(ffn, x, silu)).max() > 0.1
@@ -132,8 +134,8 @@ def test_scaled_is_exact_for_relu():
         ffn["up"][key][..., 8] = -2 * ffn["up"][key][..., 1]  # no multiple: ReLU has a sign
     x = rng.normal(size=(40, 5))
     kernel, report = outgoing_of_survivors("scaled", ffn, np.array([6]))
-    found = forward(without(ffn, [6], kernel), x, relu)
-    np.testing.assert_allclose(found, forward(ffn, x, relu), atol=1e-12)
+    outputs = forward(without(ffn, [6], kernel), x, relu)
+    np.testing.assert_allclose(outputs, forward(ffn, x, relu), atol=1e-12)
     _, report = outgoing_of_survivors("scaled", ffn, np.array([8]))
     assert report["residual"] > 0.1
 
@@ -144,12 +146,12 @@ def test_scaled_takes_the_nearest_multiple(plain):
     for _ in range(30):
         ffn = layer_of(rng, 20, 3, plain=plain)
         ffn["up"]["kernel"][:, rng.integers(0, 20, 3)] = 0
-        kept, gone = split(20, 8, rng)
+        survivors, gone = split(20, 8, rng)
         w = ffn["down"]["kernel"].copy()
         total = 0.0
         for j in gone:
             best = (np.inf, 0, 0.0)
-            for i in kept:
+            for i in survivors:
                 up_i, up_j = ffn["up"]["kernel"][:, i], ffn["up"]["kernel"][:, j]
                 c = up_i @ up_j / (up_i @ up_i) if up_i.any() else 0.0
                 c = max(c, 0.0) if plain else c
@@ -159,8 +161,8 @@ def test_scaled_takes_the_nearest_multiple(plain):
                 best = min(best, (d, i, c))
             w[best[1]] += best[2] * w[j]
             total += best[0]
-        found, report = outgoing_of_survivors("scaled", ffn, gone)
-        np.testing.assert_allclose(found, w[kept], rtol=1e-10, atol=1e-10)
+        outgoing, report = outgoing_of_survivors("scaled", ffn, gone)
+        np.testing.assert_allclose(outgoing, w[survivors], rtol=1e-10, atol=1e-10)
         residual = np.sqrt(total / (vectors_of(ffn)[gone] ** 2).sum())
         assert report["residual"] == pytest.approx(residual, rel=1e-9)
 
@@ -182,19 +184,19 @@ def factor(request, monkeypatch):
 def test_least_squares_is_the_minimum_norm_solution(m, n, count, factor):
     rng = np.random.default_rng(6)
     ffn = layer_of(rng, m, n)
-    kept, gone = split(m, count, rng)
+    survivors, gone = split(m, count, rng)
     e, w = vectors_of(ffn), ffn["down"]["kernel"]
-    factors, *_ = np.linalg.lstsq(e[kept].T, e[gone].T, rcond=None)
-    found, report = outgoing_of_survivors("least_squares", ffn, gone)
-    wanted = w[kept] + factors @ w[gone]
-    assert np.abs(found - wanted).max() <= 1e-10 * np.abs(wanted).max()
-    left = e[gone].T - e[kept].T @ factors
+    factors, *_ = np.linalg.lstsq(e[survivors].T, e[gone].T, rcond=None)
+    outgoing, report = outgoing_of_survivors("least_squares", ffn, gone)
+    wanted = w[survivors] + factors @ w[gone]
+    assert np.abs(outgoing - wanted).max() <= 1e-10 * np.abs(wanted).max()
+    left = e[gone].T - e[survivors].T @ factors
     residual = np.linalg.norm(left) / np.linalg.norm(e[gone])
     assert report["residual"] == pytest.approx(residual, abs=1e-9)
-    assert (residual < 1e-9) == (2 * n <= len(kept))
+    assert (residual < 1e-9) == (2 * n <= len(survivors))
     assert report["lambda_norm"] == pytest.approx(np.linalg.norm(factors))
     assert report["lambda_max"] == pytest.approx(np.abs(factors).max())
-    assert report["condition"] == pytest.approx(np.linalg.cond(e[kept]), rel=1e-4)
+    assert report["condition"] == pytest.approx(np.linalg.cond(e[survivors]), rel=1e-4)
 
 
 @pytest.mark.parametrize("n", [5, 40])
@@ -205,11 +207,11 @@ def test_least_squares_with_equal_and_zero_survivors(n, factor):
         kernel = ffn[name]["kernel"]
         kernel[:, 5], kernel[:, 9], kernel[0] = kernel[:, 4], 0, 0
     gone = np.array([0, 1, 20, 29])
-    kept = np.setdiff1d(np.arange(30), gone)
+    survivors = np.setdiff1d(np.arange(30), gone)
     e, w = vectors_of(ffn), ffn["down"]["kernel"]
-    factors = np.linalg.pinv(e[kept].T, rcond=1e-8) @ e[gone].T
-    found, report = outgoing_of_survivors("least_squares", ffn, gone)
-    np.testing.assert_allclose(found, w[kept] + factors @ w[gone], rtol=1e-9, atol=1e-9)
+    factors = np.linalg.pinv(e[survivors].T, rcond=1e-8) @ e[gone].T
+    outgoing, report = outgoing_of_survivors("least_squares", ffn, gone)
+    np.testing.assert_allclose(outgoing, w[survivors] + factors @ w[gone], rtol=1e-9, atol=1e-9)
     assert report["lambda_norm"] == pytest.approx(np.linalg.norm(factors))
     assert report["condition"] < 1e6, "what counts as zero does not count"
 
@@ -218,15 +220,15 @@ def test_least_squares_with_equal_and_zero_survivors(n, factor):
 def test_ridge(m, n, count, factor):
     rng = np.random.default_rng(8)
     ffn = layer_of(rng, m, n, plain=n == 30, bias=True)
-    kept, gone = split(m, count, rng)
+    survivors, gone = split(m, count, rng)
     e, w = vectors_of(ffn), ffn["down"]["kernel"]
-    gram = e[kept] @ e[kept].T
+    gram = e[survivors] @ e[survivors].T
     mu = 0.1 * gram.diagonal().mean()
-    factors = np.linalg.solve(gram + mu * np.eye(len(kept)), e[kept] @ e[gone].T)
-    found, report = outgoing_of_survivors("ridge", ffn, gone)
-    np.testing.assert_allclose(found, w[kept] + factors @ w[gone], rtol=1e-9, atol=1e-9)
+    factors = np.linalg.solve(gram + mu * np.eye(len(survivors)), e[survivors] @ e[gone].T)
+    outgoing, report = outgoing_of_survivors("ridge", ffn, gone)
+    np.testing.assert_allclose(outgoing, w[survivors] + factors @ w[gone], rtol=1e-9, atol=1e-9)
     assert report["lambda_max"] == pytest.approx(np.abs(factors).max())
-    assert report["condition"] < np.linalg.cond(e[kept])
+    assert report["condition"] < np.linalg.cond(e[survivors])
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -239,8 +241,8 @@ def test_least_squares_is_exact_where_its_assumption_holds(plain):
     gone, x = np.array([2, 3, 17]), rng.normal(size=(30, 5))
     act = (lambda x: x) if plain else (lambda x: np.ones_like(x))
     kernel, _ = outgoing_of_survivors("least_squares", ffn, gone)
-    found = forward(without(ffn, gone, kernel), x, act)
-    np.testing.assert_allclose(found, forward(ffn, x, act), atol=1e-11)
+    outputs = forward(without(ffn, gone, kernel), x, act)
+    np.testing.assert_allclose(outputs, forward(ffn, x, act), atol=1e-11)
 
 
 def test_one_solve_for_many(monkeypatch):
@@ -248,11 +250,11 @@ def test_one_solve_for_many(monkeypatch):
     rng = np.random.default_rng(10)
     ffn = layer_of(rng, 60, 10)
     _, gone = split(60, 25, rng)
-    whole, report = outgoing_of_survivors("least_squares", ffn, gone)
+    at_once, report = outgoing_of_survivors("least_squares", ffn, gone)
     monkeypatch.setattr(least_squares, "_GONE", 4)
     monkeypatch.setattr(least_squares, "_BLOCK", 33)
     parts, again = outgoing_of_survivors("least_squares", ffn, gone)
-    np.testing.assert_allclose(parts, whole, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(parts, at_once, rtol=1e-11, atol=1e-11)
     assert again == pytest.approx(report, rel=1e-9, abs=1e-9)
 
 
@@ -261,8 +263,8 @@ def test_survivors_of_zeros_take_nothing():
     for name in ("gate", "up"):
         ffn[name]["kernel"][:, 2:] = 0
     for name in ("least_squares", "ridge"):
-        found, report = outgoing_of_survivors(name, ffn, np.array([0, 1]))
-        np.testing.assert_array_equal(found, ffn["down"]["kernel"][2:])
+        outgoing, report = outgoing_of_survivors(name, ffn, np.array([0, 1]))
+        np.testing.assert_array_equal(outgoing, ffn["down"]["kernel"][2:])
         assert report == {"lambda_norm": 0, "lambda_max": 0, "residual": 1, "condition": None}
 
 
@@ -365,6 +367,6 @@ def test_compress_compensates(model, tmp_path, name):
     after = unstack(load_model(str(tmp_path / "model")).params)["layers"]
     np.testing.assert_array_equal(after[0]["ffn"]["down"]["kernel"], tree["down"]["kernel"])
     removed = results["removed"][1]
-    whole = unstack(load_model(str(model)).params)["layers"][1]["ffn"]
-    wanted, _ = outgoing_of_survivors(name, whole, np.array(removed))
+    dense = unstack(load_model(str(model)).params)["layers"][1]["ffn"]
+    wanted, _ = outgoing_of_survivors(name, dense, np.array(removed))
     np.testing.assert_array_equal(after[1]["ffn"]["down"]["kernel"], wanted)

@@ -30,11 +30,11 @@ def kernels(ffn, act, leaves=None):
     rng = np.random.default_rng(5)
     xs, v = rng.normal(size=(6, 4, 5)), rng.normal(size=(4, 5))
     with jax.enable_x64(True):
-        own = {k: x for k, x in ffn.items() if k != "neuron_scale"}
+        weights = {k: x for k, x in ffn.items() if k != "neuron_scale"}
         rest = {k: jnp.float64(x) for k, x in ffn.items() if k == "neuron_scale"}
         slope = jax.grad(lambda w, x: jnp.sum(jnp.tanh(fusing.output(w | rest, x, act)) * v))
-        grads = [slope(own, x) for x in jnp.asarray(xs)]
-        places = [(name, kind) for kind in ("kernel", "bias") for name in leaves or own]
+        grads = [slope(weights, x) for x in jnp.asarray(xs)]
+        places = [(name, kind) for kind in ("kernel", "bias") for name in leaves or weights]
         flat = [np.concatenate([np.ravel(g[x][kind]) for x, kind in places]) for g in grads]
         flat = np.stack(flat)
     return flat @ np.sign(flat).T, flat @ flat.T
@@ -140,10 +140,10 @@ def test_canonical_neurons_are_the_same_function():
     few = {flag: fusing.compressed(many, "fusion", 12, canonical=flag) for flag in (True, False)}
     x = rng.normal(size=(7, 5))
     with jax.enable_x64(True):
-        whole, *outputs = (
+        expected, *outputs = (
             fusing.output(one, x, ACTIVATIONS["silu"]) for one in (many, *few.values())
         )
-        errors = {flag: fusing.apart(one, whole) for flag, one in zip(few, outputs, strict=True)}
+        errors = {flag: fusing.apart(one, expected) for flag, one in zip(few, outputs, strict=True)}
     assert errors[True] < 1e-12 < 0.05 < errors[False]
     rows = canonical(rows_of(many, 0))
     up = np.concatenate([rows["up", "kernel"], rows["up", "bias"]], 1)
@@ -158,8 +158,8 @@ def test_rows_are_the_block_and_back(gated):
     rows = rows_of(ffn, 0)
     points = joined(rows)
     assert points.shape == (12, 5 + 5 + 1 + (6 if gated else 0))
-    for part, row in split(points, rows).items():
-        np.testing.assert_array_equal(row, rows[part])
+    for key, row in split(points, rows).items():
+        np.testing.assert_array_equal(row, rows[key])
     column = 6 if gated else 0
     np.testing.assert_array_equal(points[3, column : column + 5], ffn["up"]["kernel"][:, 3])
     np.testing.assert_array_equal(points[3, -5:], ffn["down"]["kernel"][3])
@@ -184,10 +184,10 @@ def test_massive_neurons_are_spared(method):
     few, report = fusing.fused(model, method=method, ratio=0.5, spare=3)
     widths = set(report["ffn_widths_after"])
     assert widths == {width // 2 for width in model.config.ffn_widths}
-    found = massive_weights(model.config, model.params)
-    before, after = (unstack(one.params)["layers"][found.layer]["ffn"] for one in (model, few))
-    kept = np.asarray(after["down"]["kernel"])[:3]
-    np.testing.assert_array_equal(kept, np.asarray(before["down"]["kernel"])[found.indices[:3]])
+    massive = massive_weights(model.config, model.params)
+    before, after = (unstack(one.params)["layers"][massive.layer]["ffn"] for one in (model, few))
+    spared = np.asarray(after["down"]["kernel"])[:3]
+    np.testing.assert_array_equal(spared, np.asarray(before["down"]["kernel"])[massive.indices[:3]])
     if method == "fusion":
         assert (np.asarray(after["neuron_scale"])[:3] == 1).all()
 
@@ -209,16 +209,16 @@ def test_only_the_layers_named_are_compressed_and_nothing_given_changes():
 
 def test_p_is_kept_by_a_save_and_multiplied_in_for_others(tmp_path):
     save_tiny(tmp_path / "tiny", dataclasses.replace(LLAMA))
-    own = [f"--config.model={tmp_path}/tiny", "--config.ratio=0.5", "--config=configs/fuse.py"]
+    flags = [f"--config.model={tmp_path}/tiny", "--config.ratio=0.5", "--config=configs/fuse.py"]
     for name, export in (("kept", "auto"), ("padded", "padded")):
-        done = run_script("compress", *own, workdir=tmp_path / name, export=export)
+        done = run_script("compress", *flags, workdir=tmp_path / name, export=export)
         total = count_parameters(LLAMA)["total"]
         assert done.code == 0 and f"compressed by fusion: {total:,} -> " in done.out, done.err
-    kept, padded = (load_model(f"{tmp_path}/{name}/model") for name in ("kept", "padded"))
-    scales = [layer["ffn"].get("neuron_scale") for layer in unstack(kept.params)["layers"]]
+    native, padded = (load_model(f"{tmp_path}/{name}/model") for name in ("kept", "padded"))
+    scales = [layer["ffn"].get("neuron_scale") for layer in unstack(native.params)["layers"]]
     assert all(scale is not None and scale.sum() == 24 for scale in scales)
     assert all("neuron_scale" not in layer["ffn"] for layer in unstack(padded.params)["layers"])
-    np.testing.assert_allclose(fusing.logits(kept), fusing.logits(padded), atol=1e-5)
+    np.testing.assert_allclose(fusing.logits(native), fusing.logits(padded), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -67,38 +67,38 @@ def test_duplicates_stay_duplicates(products):
     """All copies are in one cluster, of any size, whose centroid is exactly the point."""
     times = np.arange(40) % 7 + 1
     points = np.repeat(POINTS[:40], times, axis=0)[RNG.permutation(times.sum())]
-    found = cluster(points, 40, products=products)
-    assert found.inertia == 0 and sorted(found.sizes) == sorted(times)
-    np.testing.assert_array_equal(found.centroids[found.labels], points.astype(np.float64))
+    clusters = cluster(points, 40, products=products)
+    assert clusters.inertia == 0 and sorted(clusters.sizes) == sorted(times)
+    np.testing.assert_array_equal(clusters.centroids[clusters.labels], points.astype(np.float64))
 
 
 @BOTH
 @pytest.mark.parametrize("c", [41, 100, 160])
 def test_more_clusters_than_unlike_points_are_none_of_them_empty(c, products):
     points = np.repeat(POINTS[:40], 4, axis=0)
-    found = cluster(points, c, products=products)
-    assert found.sizes.min() >= 1 and found.sizes.sum() == 160 and found.inertia == 0
+    clusters = cluster(points, c, products=products)
+    assert clusters.sizes.min() >= 1 and clusters.sizes.sum() == 160 and clusters.inertia == 0
 
 
 def test_an_empty_cluster_takes_the_farthest_point():
     """Two seeds are the same point: the cluster of the second is empty."""
     points = np.array([[0.0], [0.0], [1.0], [9.0]], np.float32)
-    found = cluster(points, 2, seeds=np.array([0, 1]), tolerance=0.0)
-    assert found.labels[3] != found.labels[0] and sorted(found.sizes) == [1, 3]
+    clusters = cluster(points, 2, seeds=np.array([0, 1]), tolerance=0.0)
+    assert clusters.labels[3] != clusters.labels[0] and sorted(clusters.sizes) == [1, 3]
 
 
 @BOTH
 @pytest.mark.parametrize("exponent", [-140, 126])
 def test_tiny_and_huge_weights(exponent, products):
     scaled = np.ldexp(POINTS.astype(np.float64), exponent)
-    found = cluster(scaled, 60, products=products)
-    np.testing.assert_array_equal(found.labels, cluster(POINTS, 60, products=products).labels)
+    clusters = cluster(scaled, 60, products=products)
+    np.testing.assert_array_equal(clusters.labels, cluster(POINTS, 60, products=products).labels)
 
 
 def test_the_mean_of_huge_float32_weights_does_not_overflow():
     huge = np.ldexp(np.abs(POINTS), 123)
-    found = cluster(huge, 60, seed=2)
-    np.testing.assert_array_equal(found.labels, cluster(np.abs(POINTS), 60, seed=2).labels)
+    clusters = cluster(huge, 60, seed=2)
+    np.testing.assert_array_equal(clusters.labels, cluster(np.abs(POINTS), 60, seed=2).labels)
 
 
 def test_what_cannot_be_clustered_is_refused():
@@ -120,9 +120,9 @@ def test_copies_of_points_close_together_are_never_split(products, seed):
     apart *= np.sqrt(2.5e-6) / np.linalg.norm(apart, axis=1, keepdims=True)
     which = rng.permutation(np.repeat(np.arange(12), 30))
     points = (np.ones(257) / np.sqrt(257) + apart)[which].astype(np.float32)
-    found = cluster(points, 12, seed=seed, products=products)
-    assert sorted(found.sizes) == [30] * 12
-    assert len({(label, own) for label, own in zip(found.labels, which, strict=True)}) == 12
+    clusters = cluster(points, 12, seed=seed, products=products)
+    assert sorted(clusters.sizes) == [30] * 12
+    assert len({(label, point) for label, point in zip(clusters.labels, which, strict=True)}) == 12
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -142,10 +142,10 @@ def test_no_copy_is_drawn_while_another_point_is_left(seed):
 def test_points_far_from_the_origin():
     """Clusters of points with a large common part, which is subtracted before float32 squares."""
     far = POINTS.astype(np.float64) + 1e4
-    found = cluster(far, 60, seed=2)
-    np.testing.assert_array_equal(found.labels, cluster(POINTS, 60, seed=2).labels)
+    clusters = cluster(far, 60, seed=2)
+    np.testing.assert_array_equal(clusters.labels, cluster(POINTS, 60, seed=2).labels)
     np.testing.assert_allclose(
-        found.centroids - 1e4, cluster(POINTS, 60, seed=2).centroids, atol=1e-9
+        clusters.centroids - 1e4, cluster(POINTS, 60, seed=2).centroids, atol=1e-9
     )
 
 
@@ -157,8 +157,8 @@ def test_faster_than_scikit_learn(capsys):
 
     def timed(function, *given):
         start = time.perf_counter()
-        found = function(*given)
-        return found, time.perf_counter() - start
+        result = function(*given)
+        return result, time.perf_counter() - start
 
     cluster(points, 768)
     theirs = [timed(KMeans(768, n_init=1, random_state=i).fit, points) for i in range(3)]

@@ -210,7 +210,7 @@ def test_a_global_budget_never_empties_a_layer():
     # Rows of zeros score -inf under reverse: the kept row must not be confused with them.
     dead = {0: np.array([-np.inf, 5.0]), 1: np.array([-np.inf, -np.inf, 1.0])}
     removed = select_global(dead, count=3)
-    assert {layer: found.tolist() for layer, found in removed.items()} == {0: [1], 1: [0, 2]}
+    assert {layer: indices.tolist() for layer, indices in removed.items()} == {0: [1], 1: [0, 2]}
 
 
 def test_unknown_adapter_leaves_are_refused():

@@ -30,21 +30,21 @@ def seen(params):
 
 
 def test_states_equal_those_of_transformers(torch, params, seen, tmp_path):
-    theirs, found = torch_model(torch, save_tiny(tmp_path / "model", LLAMA, params)), []
+    theirs, states = torch_model(torch, save_tiny(tmp_path / "model", LLAMA, params)), []
     for layer in theirs.model.layers:
-        layer.mlp.down_proj.register_forward_pre_hook(lambda _, x: found.append(x[0]))
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, x: states.append(x[0]))
     with torch.no_grad():
         theirs(torch.tensor(ROWS))
         theirs(torch.tensor([[LLAMA.bos_id]]))
-    found = [h.double().numpy() for h in found]
-    for layer, (text, bos) in enumerate(zip(found[:4], found[4:], strict=True)):
+    states = [h.double().numpy() for h in states]
+    for layer, (text, bos) in enumerate(zip(states[:4], states[4:], strict=True)):
         h = text[:, 1:].reshape(-1, WIDTH)
         np.testing.assert_allclose(seen[layer]["mean"], np.abs(h).mean(0), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(
             seen[layer]["norm"], np.sqrt((h**2).sum(0)), rtol=1e-5, atol=1e-6
         )
         np.testing.assert_allclose(seen[layer]["bos"], np.abs(bos[0, 0]), rtol=1e-5, atol=1e-6)
-    largest = [np.abs(bos).max() for bos in found[4:6]]
+    largest = [np.abs(bos).max() for bos in states[4:6]]
     assert [one["massive"] for one in seen].index(True) == int(np.argmax(largest))
 
 
@@ -60,8 +60,12 @@ def test_scores_of_activations(params, seen):
         kernels = [*kernels, tree["ffn"]["down"]["kernel"].astype(float).T]
         spreads = [kernel.max(0) - kernel.min(0) for kernel in kernels]
         shares = sum(spread / spread.max() for spread in spreads)
-        own = seen[layer]
-        values = {"bos": own["bos"], "mean_state": own["mean"], "optipfair": shares * own["norm"]}
+        stats = seen[layer]
+        values = {
+            "bos": stats["bos"],
+            "mean_state": stats["mean"],
+            "optipfair": shares * stats["norm"],
+        }
         for name, value in values.items():
             assert by[name][layer].tolist() == sorted(np.argsort(value)[:6].tolist()), name
 
@@ -82,13 +86,13 @@ def test_who_is_spared_goes_last(params, seen, protect, budget):
     for seed in range(4):
         more = {"protect": protect, "budget": budget, "seed": seed}
         gone = removed(params, seen, "random", ratio=0.5, **more)
-        assert all(not spared(layer) & set(own.tolist()) for layer, own in gone.items())
+        assert all(not spared(layer) & set(neurons.tolist()) for layer, neurons in gone.items())
         assert sum(map(len, gone.values())) == 4 * WIDTH // 2
         # If there are too few others, protected neurons are removed, too.
         most = removed(params, seen, "random", ratio=0.9, **more)
         assert sum(map(len, most.values())) == (84 if budget == "layer" else 86)
     plain = removed(params, seen, "random", ratio=0.5)
-    assert any(spared(layer) & set(own.tolist()) for layer, own in plain.items())
+    assert any(spared(layer) & set(neurons.tolist()) for layer, neurons in plain.items())
 
 
 @pytest.mark.parametrize("lose", ["bos:3", "massive:2", "entropy:0.1", "random:3", "random:0.1"])
@@ -171,10 +175,10 @@ def test_a_criterion_of_ones_own_is_given_activations(params, monkeypatch):
     looks = [RemovalPlan(name, count=6).looks for name in ("quiet", "short")]
     ON_TEXT.remove("quiet")
     assert looks == ["text", ""]
-    ffn, own = unstack(params)["layers"][0]["ffn"], {"mean": np.arange(WIDTH, 0, -1.0)}
-    scores = layer_scores("quiet", ffn, layer=0, activations=own)
+    ffn, statistics = unstack(params)["layers"][0]["ffn"], {"mean": np.arange(WIDTH, 0, -1.0)}
+    scores = layer_scores("quiet", ffn, layer=0, activations=statistics)
     assert np.argmax(scores) == WIDTH - 1
-    assert layer_scores("short", ffn, layer=0, activations=own).shape == (WIDTH,)
+    assert layer_scores("short", ffn, layer=0, activations=statistics).shape == (WIDTH,)
 
 
 def test_an_activation_that_was_not_taken(params):

@@ -211,6 +211,6 @@ def test_a_layer_of_gemma2_2b_takes_a_few_passes_over_its_pairs(spread):
     similarity.merges(ffn, m // 4)
     middle = time.perf_counter()
     vectors = np.concatenate([ffn["gate"]["kernel"], ffn["up"]["kernel"]]).T
-    for part in np.array_split(np.arange(m), 16):
-        np.max(vectors[part] @ vectors.T)
+    for block in np.array_split(np.arange(m), 16):
+        np.max(vectors[block] @ vectors.T)
     assert middle - start < 30 * (time.perf_counter() - middle)

@@ -54,12 +54,12 @@ def test_a_score_is_a_mask_and_its_gradient_the_masks():
             y = Linear(OUT).apply({"params": {"kernel": kernel, "score": score}}, jnp.asarray(x))
             return jnp.sum(y * g), y
 
-        found, y = jax.grad(loss, has_aux=True)(jnp.asarray(score))
+        gradient, y = jax.grad(loss, has_aux=True)(jnp.asarray(score))
     np.testing.assert_allclose(y, x @ np.where(np.clip(score, 0, 1) > 0.5, kernel, 0), rtol=1e-12)
     through = (x.T @ g) * kernel
     outward = ((score < 0) & (through > 0)) | ((score > 1) & (through < 0))
     assert outward.any() and ((score < 0) & (through < 0)).any()
-    np.testing.assert_allclose(found, np.where(outward, 0, through), rtol=1e-12)
+    np.testing.assert_allclose(gradient, np.where(outward, 0, through), rtol=1e-12)
 
 
 def test_gated_factors_are_their_formula():
@@ -75,8 +75,8 @@ def test_gated_factors_are_their_formula():
     with jax.enable_x64(True):
         for leaves, value in ((drawn, gate), (evaluated, rule)):
             wanted = x @ leaves[gates.A] * value @ leaves[gates.B]
-            found = Linear(OUT).apply({"params": leaves}, jnp.asarray(x))
-            np.testing.assert_allclose(found, wanted, rtol=1e-10)
+            outputs = Linear(OUT).apply({"params": leaves}, jnp.asarray(x))
+            np.testing.assert_allclose(outputs, wanted, rtol=1e-10)
             np.testing.assert_allclose(x @ effective_kernel(leaves), wanted, rtol=1e-10)
         np.testing.assert_allclose(gates.open_probability(alpha), probability, rtol=1e-12)
     assert kernel_readers(drawn) == [], "no whole kernel in the step"
@@ -92,11 +92,11 @@ def test_draws_follow_their_law():
     seen = [np.asarray(ffn[name][gates.DRAW]) for ffn in (one, two) for name in ("up", "down")]
     assert len({array.tobytes() for array in seen}) == 4
     value = np.asarray(gates.gate(one["up"]))
-    for found, p in (
+    for frequency, p in (
         ((value > 0).mean(1), sigmoid(alpha[:, 0] - np.log(0.1 / 1.1))),
         ((value == 1).mean(1), sigmoid(alpha[:, 0] + np.log(0.1 / 1.1))),
     ):
-        assert (np.abs(found - p) < 5 * np.sqrt(p * (1 - p) / alpha.shape[1])).all()
+        assert (np.abs(frequency - p) < 5 * np.sqrt(p * (1 - p) / alpha.shape[1])).all()
     assert gates.refresh({})(tree, 0, None, {}, False) is tree
 
 
@@ -107,10 +107,10 @@ def test_a_kernel_draws_by_the_key_and_its_path_alone(name, leaf):
         leaves = flatten(unstack(model.params))
         return {path: np.asarray(x) for path, x in leaves.items() if path.endswith(leaf)}
 
-    whole, some, other = drawn("ffn/", 0), drawn("layers/1/ffn/down", 0), drawn("ffn/", 1)
-    assert len({array.tobytes() for array in [*whole.values(), *other.values()]}) == 2 * len(whole)
+    full, some, other = drawn("ffn/", 0), drawn("layers/1/ffn/down", 0), drawn("ffn/", 1)
+    assert len({array.tobytes() for array in [*full.values(), *other.values()]}) == 2 * len(full)
     ((path, alone),) = some.items()
-    np.testing.assert_array_equal(alone, whole[path])
+    np.testing.assert_array_equal(alone, full[path])
 
 
 def test_the_losses_are_their_formulas():
@@ -121,12 +121,12 @@ def test_the_losses_are_their_formulas():
         lambda path, x: x + pair if gates.MULTIPLIERS in str(path) else x, model.params
     )
     term = size_term(TermContext("size"), target=0.6)
-    own = [leaves for _, leaves in linears(model.config, params) if gates.A in leaves]
-    sizes = [leaves[gates.A].shape[0] + leaves[gates.B].shape[1] for leaves in own]
-    ranks = [leaves[gates.LOG_ALPHA].size for leaves in own]
-    kept = [sigmoid(leaves[gates.LOG_ALPHA] - np.log(0.1 / 1.1)).sum() for leaves in own]
-    off = np.dot(sizes, kept) / np.dot(sizes, ranks) - 0.6
-    assert len(set(sizes)) == 2 and len(own) == 16
+    factors = [leaves for _, leaves in linears(model.config, params) if gates.A in leaves]
+    sizes = [leaves[gates.A].shape[0] + leaves[gates.B].shape[1] for leaves in factors]
+    ranks = [leaves[gates.LOG_ALPHA].size for leaves in factors]
+    open_counts = [sigmoid(leaves[gates.LOG_ALPHA] - np.log(0.1 / 1.1)).sum() for leaves in factors]
+    off = np.dot(sizes, open_counts) / np.dot(sizes, ranks) - 0.6
+    assert len(set(sizes)) == 2 and len(factors) == 16
     for tree in (params, unstack(params)):
         value, gradient = jax.jit(jax.value_and_grad(lambda x: term.function(x).total))(tree)
         assert float(value) == pytest.approx(0.7 * off - 0.2 * off**2, rel=1e-4)
@@ -137,10 +137,10 @@ def test_the_losses_are_their_formulas():
     assert made_whole(slots(params), [term]) == []
     scored, _ = SURGERIES["scores"](model_of(), {})
     scores = [np.asarray(x, float) for path, x in flatten(scored.params).items() if "score" in path]
-    found = score_norm_term(TermContext("norm")).function(scored.params)
-    assert float(found.total) == pytest.approx(sum((x**2).sum() for x in scores), rel=1e-5)
+    result = score_norm_term(TermContext("norm")).function(scored.params)
+    assert float(result.total) == pytest.approx(sum((x**2).sum() for x in scores), rel=1e-5)
     share = sum((x > 0.5).sum() for x in scores) / sum(x.size for x in scores)
-    assert float(found.metrics["kept_share"]) == pytest.approx(share) and 0.4 < share < 0.6
+    assert float(result.metrics["kept_share"]) == pytest.approx(share) and 0.4 < share < 0.6
 
 
 # ---- surgeries

@@ -15,10 +15,10 @@ def problem(seed=0, m=20, tokens=200, outputs=6):
     mix = rng.normal(size=(8, m)) * np.exp(rng.normal(size=m))
     h = rng.normal(size=(tokens, 8)) @ mix + 0.1 * rng.normal(size=(tokens, m)) + 0.2
     gone = np.sort(rng.permutation(m)[: m // 4])
-    kept, w = np.setdiff1d(np.arange(m), gone), rng.normal(size=(m, outputs))
+    survivors, w = np.setdiff1d(np.arange(m), gone), rng.normal(size=(m, outputs))
     parts = h[: 3 * tokens // 4], h[3 * tokens // 4 :]
-    moments = [moments_of(x[:, kept], x[:, gone] @ w[gone]) for x in parts]
-    return *moments, kept, gone, w, h, parts[1]
+    moments = [moments_of(x[:, survivors], x[:, gone] @ w[gone]) for x in parts]
+    return *moments, survivors, gone, w, h, parts[1]
 
 
 def moments_of(g, r, first=0.0, rows=1):
@@ -26,28 +26,30 @@ def moments_of(g, r, first=0.0, rows=1):
     return states.Moments(g.T @ g, g.T @ r, r.sum(0), np.vdot(r, r), len(g), len(g), first, rows)
 
 
-def ridge_by_rows(h, kept, gone, ridge, least=0.0):
+def ridge_by_rows(h, survivors, gone, ridge, least=0.0):
     """C of the formula, directly from the states; no unit is less than `least`."""
-    units = np.maximum(np.sqrt((h[:, kept] ** 2).mean(0)), least)
-    z = h[:, kept] / units
-    system = z.T @ z / len(h) + ridge * np.eye(len(kept))
+    units = np.maximum(np.sqrt((h[:, survivors] ** 2).mean(0)), least)
+    z = h[:, survivors] / units
+    system = z.T @ z / len(h) + ridge * np.eye(len(survivors))
     return (np.linalg.inv(system) @ (z.T @ h[:, gone] / len(h))).T / units
 
 
 def test_state_ridge_is_its_formula():
-    *moments, kept, gone, w, h, held = problem()
-    added, _, report = states.state_ridge(*moments, w[kept])
-    c = ridge_by_rows(h, kept, gone, report["lambda"]).T
+    *moments, survivors, gone, w, h, held = problem()
+    added, _, report = states.state_ridge(*moments, w[survivors])
+    c = ridge_by_rows(h, survivors, gone, report["lambda"]).T
     np.testing.assert_allclose(added, c @ w[gone], rtol=0, atol=1e-8)
-    wanted, plain = ((h[:, gone] @ w[gone] - h[:, kept] @ x @ w[gone]) for x in (c, 0 * c))
+    wanted, plain = ((h[:, gone] @ w[gone] - h[:, survivors] @ x @ w[gone]) for x in (c, 0 * c))
     residual = np.linalg.norm(wanted) / np.linalg.norm(plain)
     assert report["residual"] == pytest.approx(residual, rel=1e-6) and residual < 0.5
     # lambda is the best one on held-out rows.
     fitted = h[: len(h) - len(held)]
     errors = {}
     for ridge in states.LAMBDAS:
-        own = ridge_by_rows(fitted, kept, gone, ridge).T
-        errors[ridge] = np.linalg.norm(held[:, gone] @ w[gone] - held[:, kept] @ own @ w[gone])
+        trial = ridge_by_rows(fitted, survivors, gone, ridge).T
+        errors[ridge] = np.linalg.norm(
+            held[:, gone] @ w[gone] - held[:, survivors] @ trial @ w[gone]
+        )
     assert report["lambda"] == min(errors, key=errors.get)
     share = errors[report["lambda"]] / np.linalg.norm(held[:, gone] @ w[gone])
     assert report["held_residual"] == pytest.approx(share, rel=1e-6)
@@ -56,38 +58,40 @@ def test_state_ridge_is_its_formula():
 def test_what_is_loud_on_bos_says_little_there():
     """Neurons of 1,000 times their rms on bos, three rows of it: the unit is 10% of that, and
     the others' parts hardly change. Without it bos would get 30 times as much."""
-    fitted, held, kept, gone, w, h, _ = problem()
-    rms, loud = np.sqrt((h[:, kept] ** 2).mean(0)), np.arange(len(kept)) < 2
+    fitted, held, survivors, gone, w, h, _ = problem()
+    rms, loud = np.sqrt((h[:, survivors] ** 2).mean(0)), np.arange(len(survivors)) < 2
     on_bos = np.where(loud, 1000 * rms, rms)
     fitted = dataclasses.replace(fitted, first=3 * on_bos**2, rows=3)
-    whole = fitted + dataclasses.replace(held, first=on_bos**2, rows=1)
-    added = states.explained(whole, 0.3)
-    c = ridge_by_rows(h, kept, gone, 0.3, on_bos / 10).T
+    moments = fitted + dataclasses.replace(held, first=on_bos**2, rows=1)
+    added = states.explained(moments, 0.3)
+    c = ridge_by_rows(h, survivors, gone, 0.3, on_bos / 10).T
     np.testing.assert_allclose(added, c @ w[gone], rtol=0, atol=1e-8)
-    careless = ridge_by_rows(h, kept, gone, 0.3).T @ w[gone]
+    careless = ridge_by_rows(h, survivors, gone, 0.3).T @ w[gone]
     much, little = (np.linalg.norm(on_bos @ x) for x in (careless, added))
     assert little < much / 30
-    assert whole.error(added) <= whole.error(np.zeros_like(added))
+    assert moments.error(added) <= moments.error(np.zeros_like(added))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_ridge_makes_the_output_worse_than_removal_and_a_large_one_is_removal(seed):
     fitted, held, *_ = problem(seed, tokens=40)
-    whole = fitted + held
-    plain = whole.error(np.zeros_like(whole.crossed))
+    moments = fitted + held
+    plain = moments.error(np.zeros_like(moments.crossed))
     for ridge in (1e-6, 0.1, 10.0, 1e4):
-        assert whole.error(states.explained(whole, ridge)) <= plain * (1 + 1e-12)
-    assert np.abs(states.explained(whole, 1e12)).max() <= 1e-6
+        assert moments.error(states.explained(moments, ridge)) <= plain * (1 + 1e-12)
+    assert np.abs(states.explained(moments, 1e12)).max() <= 1e-6
 
 
 def test_gram_is_its_formula():
-    *moments, kept, gone, w, h, _ = problem()
-    added, _, report = states.gram(*moments, w[kept])
+    *moments, survivors, gone, w, h, _ = problem()
+    added, _, report = states.gram(*moments, w[survivors])
     g = h.T @ h / len(h)
-    ridge = states.GRAM * np.diag(g)[kept].mean()
-    b = g[:, kept] @ np.linalg.inv(g[np.ix_(kept, kept)] + ridge * np.eye(len(kept)))
-    np.testing.assert_allclose(w[kept] + added, b.T @ w, rtol=1e-8, atol=1e-8)
-    wanted = h @ w - h[:, kept] @ b.T @ w
+    ridge = states.GRAM * np.diag(g)[survivors].mean()
+    b = g[:, survivors] @ np.linalg.inv(
+        g[np.ix_(survivors, survivors)] + ridge * np.eye(len(survivors))
+    )
+    np.testing.assert_allclose(w[survivors] + added, b.T @ w, rtol=1e-8, atol=1e-8)
+    wanted = h @ w - h[:, survivors] @ b.T @ w
     plain = h[:, gone] @ w[gone]
     assert report["residual"] == pytest.approx(
         np.linalg.norm(wanted) / np.linalg.norm(plain), rel=1e-6

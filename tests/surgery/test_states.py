@@ -42,11 +42,11 @@ def rows_of(config, count=8, seed=0):
 def states_of(config, params, rows, layer, what="ffn_state", places=slice(1, None)):
     """h of every real token but the first, [tokens, m] in float64, one row at a time."""
     probe = Probe("h", lambda seen, batch, _: getattr(seen, what), kind="example")
-    found, run = [], jax.jit(functools.partial(causal_lm.forward, config, probes=(probe,)))
+    collected, run = [], jax.jit(functools.partial(causal_lm.forward, config, probes=(probe,)))
     for row in rows:
         outputs = run(params, {"tokens": row[None]})
-        found.append(np.asarray(outputs["probes"]["h"], np.float64)[layer, 0, places])
-    return found
+        collected.append(np.asarray(outputs["probes"]["h"], np.float64)[layer, 0, places])
+    return collected
 
 
 def down_of(params, layer):
@@ -67,13 +67,13 @@ def test_sums_are_of_real_tokens_alone():
 # ---- block by block
 
 
-def taken(model, kept):
+def taken(model, survivors):
     """The model with only those neurons of every layer."""
     tree = unstack(jax.tree.map(np.asarray, model.params))
     for i, layer in enumerate(tree["layers"]):
         place = Place(i, None, "ffn")
-        layer["ffn"] = take_neurons(model.config, place, layer["ffn"], kept)
-    config = model.config.with_widths([len(kept)] * model.config.n_layers)
+        layer["ffn"] = take_neurons(model.config, place, layer["ffn"], survivors)
+    config = model.config.with_widths([len(survivors)] * model.config.n_layers)
     return dataclasses.replace(model, config=config, params=restack(config, tree))
 
 
@@ -95,35 +95,39 @@ def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential, monke
     monkeypatch.setattr(states, "LOUD", 0.5)
     config = dataclasses.replace(tiny_of(family, layers=2), vocab_size=258)
     model, rows = model_of(config), rows_of(config, 16)
-    kept = np.arange(config.ffn_widths[0] // 2)
-    smaller = taken(model, kept)
-    found, reports = compensated(model, smaller, "state_ridge", rows, sequential)
+    survivors = np.arange(config.ffn_widths[0] // 2)
+    smaller = taken(model, survivors)
+    fitted, reports = compensated(model, smaller, "state_ridge", rows, sequential)
     before, _ = compensated(model, smaller, "state_ridge", rows)
-    first = unstack(found.params)["layers"][:1] + unstack(model.params)["layers"][1:]
-    mixed = config.with_widths([len(kept), config.ffn_widths[0]])
+    first = unstack(fitted.params)["layers"][:1] + unstack(model.params)["layers"][1:]
+    mixed = config.with_widths([len(survivors), config.ffn_widths[0]])
     params = restack(mixed, {**unstack(model.params), "layers": first})
     mixed = filled_up(dataclasses.replace(model, config=mixed, params=params))
     for layer in range(2):
-        own = mixed if sequential and layer == 1 else model
-        own = own.config, own.params
+        source = mixed if sequential and layer == 1 else model
+        source = source.config, source.params
         both = ("ffn_state", "ffn_output")
-        h, outputs = (states_of(*own, rows, layer, one, slice(None)) for one in both)
+        h, outputs = (states_of(*source, rows, layer, one, slice(None)) for one in both)
         bos, ends = (np.stack([x[0] for x in one]) for one in (h, outputs))
         h, outputs = ([x[1:] for x in one] for one in (h, outputs))
         w, weights = down_of(model.params, layer), [np.ones(len(y)) for y in outputs]
         if config.post_norms:
             weights = [1 / ((y**2).mean(1) + config.norm_eps) for y in outputs]
         h = np.concatenate([x * np.sqrt(a)[:, None] for x, a in zip(h, weights, strict=True)])
-        g, r, total = h[:, kept], h[:, len(kept) :] @ w[len(kept) :], np.concatenate(weights).sum()
+        g, r, total = (
+            h[:, survivors],
+            h[:, len(survivors) :] @ w[len(survivors) :],
+            np.concatenate(weights).sum(),
+        )
         if config.post_norms:
             bos = bos / np.sqrt((ends**2).mean(1, keepdims=True) + config.norm_eps)
-        first = (bos[:, kept] ** 2).sum(0)
-        whole = dataclasses.replace(moments_of(g, r, first, len(rows)), weight=total)
-        assert (whole.units() > np.sqrt(np.diag(whole.states) / total)).any()
-        wanted = w[: len(kept)] + states.explained(whole, reports[layer]["lambda"])
-        np.testing.assert_allclose(down_of(found.params, layer), wanted, rtol=0, atol=3e-5)
+        first = (bos[:, survivors] ** 2).sum(0)
+        moments = dataclasses.replace(moments_of(g, r, first, len(rows)), weight=total)
+        assert (moments.units() > np.sqrt(np.diag(moments.states) / total)).any()
+        wanted = w[: len(survivors)] + states.explained(moments, reports[layer]["lambda"])
+        np.testing.assert_allclose(down_of(fitted.params, layer), wanted, rtol=0, atol=3e-5)
         assert reports[layer]["layer"] == layer and reports[layer]["tokens"] == len(g)
-    apart = np.abs(down_of(found.params, 1) - down_of(before.params, 1)).max()
+    apart = np.abs(down_of(fitted.params, 1) - down_of(before.params, 1)).max()
     assert (apart > 0) == sequential
 
 
@@ -137,15 +141,15 @@ def test_masks_and_factors_count():
         layer["ffn"]["down"] = {**down, "mask": mask}
         layer["ffn"]["neuron_scale"] = rng.uniform(0.5, 2, len(mask)).astype(np.float32)
     masked = dataclasses.replace(model, params=restack(LLAMA, tree))
-    kept = np.arange(0, LLAMA.ffn_widths[0], 2)
-    found, folded = (
-        compensated(one, taken(one, kept), "state_ridge", rows)[0]
+    survivors = np.arange(0, LLAMA.ffn_widths[0], 2)
+    fitted, folded = (
+        compensated(one, taken(one, survivors), "state_ridge", rows)[0]
         for one in (masked, fold_all(masked)[0])
     )
-    first = next(layer_leaves(found.params, "ffn"))[1]
+    first = next(layer_leaves(fitted.params, "ffn"))[1]
     assert set(first["down"]) == {"kernel"} and "neuron_scale" in first
     batch = {"tokens": np.stack([row[:9] for row in rows])}
-    one, other = (causal_lm.forward(x.config, x.params, batch) for x in (found, folded))
+    one, other = (causal_lm.forward(x.config, x.params, batch) for x in (fitted, folded))
     np.testing.assert_allclose(one["hidden"], other["hidden"], atol=2e-4)
 
 
@@ -164,8 +168,8 @@ def test_clusters_can_be_compensated_too(method):
     model = model_of()
     asked = {"method": method, "ratio": 0.5, "seed": 1}
     plain, _ = SURGERIES["fuse"](model, asked)
-    own = {"compensation": "state_ridge", "calibration": "own", "calibration_tokens": 1024}
-    fitted, report = SURGERIES["fuse"](model, asked | own)
+    settings = {"compensation": "state_ridge", "calibration": "own", "calibration_tokens": 1024}
+    fitted, report = SURGERIES["fuse"](model, asked | settings)
     assert all(0 < one["residual"] < 1 for one in report["compensated"])
     tokens = np.stack([row[:100] for row in report["own_rows"] if len(row) >= 100])
     errors = errors_of(model, tokens, plain, fitted)
@@ -176,11 +180,11 @@ def test_clusters_can_be_compensated_too(method):
 
 
 def errors_of(model, tokens, *others):
-    whole, *others = (
+    reference, *others = (
         np.asarray(causal_lm.forward(one.config, one.params, {"tokens": tokens})["hidden"])
         for one in (model, *others)
     )
-    return [np.linalg.norm(other - whole) for other in others]
+    return [np.linalg.norm(other - reference) for other in others]
 
 
 # ---- self-generated text
@@ -216,8 +220,8 @@ def test_own_text_is_what_the_model_finds_likely():
         return -said.mean(), -(np.exp(log_p) * log_p).sum(-1)[:, :-1].mean()
 
     model, other = sharp(0), sharp(1)
-    found, entropy = surprise(model, own_rows(model, 4000, seed=2))
-    assert found == pytest.approx(entropy, rel=0.05) and entropy < 5
+    surprisal, entropy = surprise(model, own_rows(model, 4000, seed=2))
+    assert surprisal == pytest.approx(entropy, rel=0.05) and entropy < 5
     assert surprise(model, own_rows(other, 4000, seed=2))[0] > 1.2 * entropy
 
 
@@ -235,8 +239,8 @@ def test_own_text_is_kept_and_read_again(tmp_path):
     assert one["removed"] == two["removed"]
     other = model_of(dataclasses.replace(LLAMA, bos_id=5))
     told_of = ((other, None, "rows of another model"), (model, 800, "700 tokens"))
-    for reader, tokens, told in told_of:
-        refused(told, calibration_rows, reader, path, tokens)
+    for reader, tokens, message in told_of:
+        refused(message, calibration_rows, reader, path, tokens)
     for line in ('{"tokens": [0]}', '{"tokens": ["a"]}', '{"tokens": [0, 1e9]}', "[]", "{", "1"):
         (tmp_path / "bad.jsonl").write_text(f"{line}\n")
         refused("line 1: no row", calibration_rows, model, str(tmp_path / "bad.jsonl"))
@@ -274,26 +278,26 @@ def test_wanda_and_flap_are_their_formulas():
 def test_flaps_bias_keeps_the_mean_of_the_output():
     config = tiny_of("gpt2", layers=2)
     model, rows = model_of(config), rows_of(config)
-    kept = np.arange(1, config.ffn_widths[0], 2)
-    found, _ = compensated(model, taken(model, kept), "bias", rows)
-    h, gone = np.concatenate(states_of(config, model.params, rows, 0)), kept - 1
+    survivors = np.arange(1, config.ffn_widths[0], 2)
+    fitted, _ = compensated(model, taken(model, survivors), "bias", rows)
+    h, gone = np.concatenate(states_of(config, model.params, rows, 0)), survivors - 1
     added = h.mean(0)[gone] @ down_of(model.params, 0)[gone]
-    new, old = (next(layer_leaves(one.params, "ffn"))[1]["down"] for one in (found, model))
+    new, old = (next(layer_leaves(one.params, "ffn"))[1]["down"] for one in (fitted, model))
     np.testing.assert_allclose(new["bias"] - old["bias"], added, atol=1e-6)
-    np.testing.assert_array_equal(new["kernel"], old["kernel"][kept])
+    np.testing.assert_array_equal(new["kernel"], old["kernel"][survivors])
 
 
 def test_what_is_wrong_is_said():
     settings = {"criterion": "optipfair", "ratio": 0.25, "calibration": "own"}
     settings |= {"calibration_tokens": 512, "compensation": "state_ridge"}
-    for config, asked, told in (
+    for config, asked, message in (
         (tiny_of("bert", layers=2), {}, "is an encoder"),
         (dataclasses.replace(LLAMA, bos_id=None), {}, "no bos"),
         (LLAMA, {"calibration": ""}, "calibration=<text file>, or own"),
         (LLAMA, {"calibration_tokens": 100}, "at least 512"),
         (LLAMA, {"compensation": "bias"}, "use state_ridge"),
     ):
-        refused(told, SURGERIES["prune"], model_of(config), settings | asked)
+        refused(message, SURGERIES["prune"], model_of(config), settings | asked)
 
 
 def test_fewer_tokens_than_neurons_are_refused():
@@ -305,12 +309,12 @@ def test_fewer_tokens_than_neurons_are_refused():
 
 @pytest.mark.parametrize("name", ["prune", "fuse"])
 def test_both_surgeries_refuse_the_same_settings(name):
-    for asked, told in (
+    for asked, message in (
         ({"sequential": True}, "sequential=True works only with compensation"),
         ({"compensation": "gram"}, "compensation 'gram' needs calibration text"),
         ({"compensation": "gram", "calibration": "own", "calibration_tokens": 9}, "at least 512"),
     ):
-        refused(told, SURGERIES[name].check, asked)
+        refused(message, SURGERIES[name].check, asked)
 
 
 def test_states_that_are_not_finite_are_said():

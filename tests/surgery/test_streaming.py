@@ -59,9 +59,11 @@ def both(tmp_path, source, **changes) -> tuple[dict, dict]:
         config = config_of("prune", model=str(source), streaming=streaming, **changes)
         results.append(compress.run(config, tmp_path / name))
     assert_same(tmp_path / "stream/model", tmp_path / "memory/model")
-    for name, found in zip(("memory", "stream"), results, strict=True):
-        assert json.loads((tmp_path / name / "results.json").read_text()) == found
-        assert found.pop("model_fingerprint") == fingerprint(tmp_path / name / "model")  # all files
+    for name, result in zip(("memory", "stream"), results, strict=True):
+        assert json.loads((tmp_path / name / "results.json").read_text()) == result
+        assert result.pop("model_fingerprint") == fingerprint(
+            tmp_path / name / "model"
+        )  # all files
     assert list(results[0].items()) == list(results[1].items())
     return results[1]
 
@@ -118,8 +120,8 @@ def test_shards_in_and_out(tmp_path, parts):
     plan = RemovalPlan("entropy", ratio=0.25, layers="0,3-5")
     compress_directory(source, tmp_path / "stream", plan, max_shard_bytes=size // parts)
     smaller, tree, *_ = reduce_model(config, load_model(source).params, plan)
-    own = {"tokenizer": byte_tokenizer(), "max_shard_bytes": size // parts}
-    save_pretrained(smaller, tree, tmp_path / "memory", **own)
+    options = {"tokenizer": byte_tokenizer(), "max_shard_bytes": size // parts}
+    save_pretrained(smaller, tree, tmp_path / "memory", **options)
     (tmp_path / "stream/removed_neurons.json").unlink()
     assert_same(tmp_path / "stream", tmp_path / "memory")
     assert (parts > 1) == (tmp_path / "stream/model.safetensors.index.json").is_file()
@@ -148,11 +150,11 @@ def test_what_others_left_out_or_added(tmp_path, model):
     plan = RemovalPlan("entropy", ratio=0.25)
     compress_directory(source, tmp_path / "from_others", plan)
     compress_directory(model, tmp_path / "from_ours", plan)
-    found, wanted = contents(tmp_path / "from_others"), contents(tmp_path / "from_ours")
-    assert found.pop("generation_config.json") == b'{"temperature": 0.2}'
-    assert found.pop("chat_template.jinja") == b"{{ messages }}"
+    files, wanted = contents(tmp_path / "from_others"), contents(tmp_path / "from_ours")
+    assert files.pop("generation_config.json") == b'{"temperature": 0.2}'
+    assert files.pop("chat_template.jinja") == b"{{ messages }}"
     del wanted["generation_config.json"]
-    assert found == wanted
+    assert files == wanted
     tensors["lm_head.weight"][3] += 1
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(CheckpointError, match="lm_head.weight.*differs"):
@@ -211,11 +213,11 @@ def test_damaged_checkpoints_are_refused(tmp_path, model):
     source.mkdir()
     for name, content in contents(model).items():
         (source / name).write_bytes(content)
-    whole = (source / "model.safetensors").read_bytes()
-    (source / "model.safetensors").write_bytes(whole[:-100])
+    weights = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(weights[:-100])
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):
         compress_directory(source, tmp_path / "out", plan)
-    (source / "model.safetensors").write_bytes(whole)
+    (source / "model.safetensors").write_bytes(weights)
     values = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(values | {"intermediate_size": 23}))
     with pytest.raises(CheckpointError, match=r"mlp.gate_proj.weight.*\(24, 16\).*\(23, 16\)"):
@@ -293,14 +295,14 @@ def test_leftovers_of_others_stay(tmp_path, model):
     ids=["entropy", "sum", "least_squares"],
 )
 def test_smollm2(tmp_path, smollm2_gguf, changes):
-    found = load_model(smollm2_gguf, dtype="bfloat16")
+    model = load_model(smollm2_gguf, dtype="bfloat16")
     source = tmp_path / "smollm2"
-    save_pretrained(found.config, found.params, source, tokenizer=found.tokenizer)
+    save_pretrained(model.config, model.params, source, tokenizer=model.tokenizer)
     results = both(tmp_path, source, **changes)
     assert sum(map(len, results["removed"])) > 0
     again = load_model(tmp_path / "stream/model")
     text = "Ein Satz, and another one."
-    assert again.tokenizer.encode(text) == found.tokenizer.encode(text)
+    assert again.tokenizer.encode(text) == model.tokenizer.encode(text)
 
 
 def test_the_benchmark_measures_and_cleans_up(tmp_path, capsys):

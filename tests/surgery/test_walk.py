@@ -54,8 +54,8 @@ def test_the_linears_of_experts():
     tree = with_experts()
     places = dict(linears(sparse(), tree))
     assert all(leaves["kernel"].ndim == 2 for leaves in places.values())
-    own = [place for place in places if place.layer == 1 and place.name.startswith("ffn")]
-    assert len(own) == 3 * 3 + 1 and Place(1, None, "ffn/router") in own
+    ffn_places = [place for place in places if place.layer == 1 and place.name.startswith("ffn")]
+    assert len(ffn_places) == 3 * 3 + 1 and Place(1, None, "ffn/router") in ffn_places
     assert places[1, 2, "ffn/up"]["mask"].shape == (16, 24)
     assert Place(2, None, "attention/out").path == "layers/2/attention/out"
     same = flatten(write(sparse(), tree, places))
@@ -69,14 +69,14 @@ def test_the_blocks_of_experts():
     assert [place for place in blocks if place.layer == 1] == places
     assert blocks[places[2]]["up"]["kernel"].shape == (16, 24)
     assert "router" not in blocks[places[2]]
-    kept = np.arange(0, 24, 2)
-    new = {place: take_neurons(sparse(), place, blocks[place], kept) for place in places}
+    survivors = np.arange(0, 24, 2)
+    new = {place: take_neurons(sparse(), place, blocks[place], survivors) for place in places}
     before = tree["layers"][1]["ffn"]
     after = write(sparse(), tree, new)["layers"][1]["ffn"]
     assert after["router"] is before["router"]
-    np.testing.assert_array_equal(after["down"]["kernel"], before["down"]["kernel"][:, kept])
-    np.testing.assert_array_equal(after["up"]["mask"], before["up"]["mask"][..., kept])
-    np.testing.assert_array_equal(after["down"]["lora_a"], before["down"]["lora_a"][:, kept])
+    np.testing.assert_array_equal(after["down"]["kernel"], before["down"]["kernel"][:, survivors])
+    np.testing.assert_array_equal(after["up"]["mask"], before["up"]["mask"][..., survivors])
+    np.testing.assert_array_equal(after["down"]["lora_a"], before["down"]["lora_a"][:, survivors])
     np.testing.assert_array_equal(after["down"]["lora_b"], before["down"]["lora_b"])
     with pytest.raises(ValueError, match="layer 1: only some of its 3 experts"):
         write(sparse(), tree, {places[0]: new[places[0]]})
@@ -119,10 +119,10 @@ def test_a_surgery_changes_nothing_it_is_given(name, tmp_path, monkeypatch):
     """It returns a new model that runs; an abstract surgery also works on shapes only."""
     model = load_model(save_tiny(tmp_path / "model", WIDE if name == "nf4" else LLAMA))
     monkeypatch.chdir(tmp_path)
-    whole = unstack(random_params(LLAMA))
-    for layer in whole["layers"]:
+    teacher = unstack(random_params(LLAMA))
+    for layer in teacher["layers"]:
         layer["ffn"]["down"]["kernel"] = layer["ffn"]["down"]["kernel"] + 1
-    save_tiny(tmp_path / "whole", LLAMA, restack(LLAMA, whole))
+    save_tiny(tmp_path / "whole", LLAMA, restack(LLAMA, teacher))
     if name == "score_mask":
         model, _ = SURGERIES["scores"](model, {})
     before = jax.tree.map(np.array, model.params)

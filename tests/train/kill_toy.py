@@ -30,10 +30,10 @@ def hyper(step):
 
 
 def digest(tree) -> str:
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
-        found.update(np.asarray(leaf).tobytes())
-    return found.hexdigest()
+        checksum.update(np.asarray(leaf).tobytes())
+    return checksum.hexdigest()
 
 
 def main(workdir: Path, steps: int) -> None:

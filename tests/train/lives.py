@@ -15,10 +15,10 @@ PROGRAM = Path(__file__).with_name("kill_toy.py")
 
 def born(command, cache, **more):
     """Starts the process with a shared compilation cache, so that most time is spent in saves."""
-    own = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    env = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **more}
-    return subprocess.Popen([sys.executable, *command], env=os.environ | own, **pipes)
+    return subprocess.Popen([sys.executable, *command], env=os.environ | env, **pipes)
 
 
 class Life:
@@ -118,12 +118,12 @@ def half_written(workdir, since=0.0):
     """Paths with temporary names at any depth that changed after a time."""
     names = re.compile(r"\.partial|checkpoint-tmp")
     with contextlib.suppress(FileNotFoundError):  # a directory that was just renamed
-        found = [path for path in workdir.rglob("*") if names.search(path.name)]
-        return [path for path in found if path.stat().st_mtime >= since]
+        paths = [path for path in workdir.rglob("*") if names.search(path.name)]
+        return [path for path in paths if path.stat().st_mtime >= since]
     return []
 
 
 def files(workdir):
     """Names of all files and directories; tensorstore's own are digests."""
-    found = (str(path.relative_to(workdir)) for path in workdir.rglob("*"))
-    return {re.sub(r"[0-9a-f]{32}", "*", name) for name in found}
+    names = (str(path.relative_to(workdir)) for path in workdir.rglob("*"))
+    return {re.sub(r"[0-9a-f]{32}", "*", name) for name in names}

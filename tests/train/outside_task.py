@@ -77,9 +77,9 @@ class Drawn:
 def held_out(rows, size, mine):
     def batches():
         for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            length = next(n for n in LENGTHS if max(len(row[0]) for row in part) <= n)
-            yield {k: v[mine] for k, v in batch_of(part, length, size).items()}
+            chunk = rows[start : start + size]
+            length = next(n for n in LENGTHS if max(len(row[0]) for row in chunk) <= n)
+            yield {k: v[mine] for k, v in batch_of(chunk, length, size).items()}
 
     return batches
 
@@ -128,8 +128,8 @@ def pooled(model, settings):
     def apply(params, outputs, batch, drop):
         real = batch["segment_ids"][..., None].astype(jnp.float32)
         mean = jnp.sum(outputs["hidden"] * real, 1) / jnp.maximum(jnp.sum(real, 1), 1)
-        own = params[ROOT]
-        return drop(jnp.tanh(mean @ own["pooler"]["kernel"])) @ own["out"]["kernel"]
+        head = params[ROOT]
+        return drop(jnp.tanh(mean @ head["pooler"]["kernel"])) @ head["out"]["kernel"]
 
     return Head(leaves, apply, sizes={"outputs": settings["outputs"]})
 

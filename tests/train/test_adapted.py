@@ -83,8 +83,8 @@ SLOW_SCOPES = [pytest.param(x, marks=pytest.mark.slow) for x in ("layer", "other
 @pytest.mark.parametrize("scope", ["massive", *SLOW_SCOPES])
 def test_dora_trains_past_massive_weights(files, lora_run, tmp_path, scope):
     """Dropped weights come back: the base is equal bit for bit, and MacDrop is not saved."""
-    own = {"macdrop__k": 2, "macdrop__scope": scope, "dora__rank": 3, "dora__dropout": 0.1}
-    config = config_for(*files, argument="text,dora,macdrop", **own)
+    settings = {"macdrop__k": 2, "macdrop__scope": scope, "dora__rank": 3, "dora__dropout": 0.1}
+    config = config_for(*files, argument="text,dora,macdrop", **settings)
     results = training.run(config, tmp_path / "run")
     before, after = load_model(files[0]), load_model(tmp_path / "run/model")
     names = {path.split("/")[-1] for path in moved(before, after)}
@@ -139,8 +139,8 @@ def test_rates_by_name():
     rates = ((r"^layers/1/ffn/down/", 10.0), (r"^embed/", 0.0))
     grads = jax.tree.map(np.ones_like, flatten(params))
     steps = []
-    for own in ((), rates):
-        one = make_optimizer(OptimizerConfig("sgd", rates=own), params, mask)
+    for overrides in ((), rates):
+        one = make_optimizer(OptimizerConfig("sgd", rates=overrides), params, mask)
         steps.append(one.update(grads, one.init(grads), grads, learning_rate=0.1)[0])
     down = steps[1]["stack/segment_0/slot_0/ffn/down/kernel"]
     np.testing.assert_allclose(down[:, 0, 0], [-0.1, -1.0, -0.1, -0.1], rtol=1e-6)
@@ -254,8 +254,8 @@ def test_smollm2_kept(smollm2_gguf, torch, tmp_path):
     kind = transformers.AutoModelForCausalLM
     theirs = kind.from_pretrained(tmp_path / "kept", attn_implementation="eager").eval()
     with torch.no_grad():
-        found = theirs(torch.tensor(tokens)).logits.numpy()
-    assert np.abs(found - folded).max() <= 1e-5 * scale
+        their_logits = theirs(torch.tensor(tokens)).logits.numpy()
+    assert np.abs(their_logits - folded).max() <= 1e-5 * scale
 
 
 def test_stages_hand_the_structure_on(files, tmp_path):

@@ -264,8 +264,8 @@ def test_another_tree_is_refused_by_leaf(tmp_path):
     other, more = make_state(), make_state() | {"new": jnp.zeros(2)}
     other["a/b"]["x"] = jnp.zeros((700, 91))
     words = (r"leaf 'a.b.x' is float32\[700, 90\] there and", "leaf 'new' is absent there")
-    for wrong, told in zip((other, more), words, strict=True):
-        refused(told, checkpoints.restore, wrong, error=CheckpointError)
+    for wrong, message in zip((other, more), words, strict=True):
+        refused(message, checkpoints.restore, wrong, error=CheckpointError)
 
 
 def test_nothing_to_restore(tmp_path):
@@ -290,8 +290,8 @@ def saved_apart(directory, steps=(1, 2, 3)):
 
 
 def test_frozen_leaves_are_written_once_and_come_back(tmp_path):
-    found, _ = saved_apart(tmp_path / "c").restore(make_state())
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(make_state()), strict=True):
+    restored, _ = saved_apart(tmp_path / "c").restore(make_state())
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(make_state()), strict=True):
         assert a.dtype == b.dtype and (np.array_equal(a, b) or int(a) == 3)
     sealed = largest_file(tmp_path / "c_frozen")
     assert sealed.stat().st_size > 20 * largest_file(tmp_path / "c").stat().st_size

@@ -57,10 +57,10 @@ def trained(root: Path, family: str, pooler: bool, pooling: str) -> Path:
     config, tokenizer = base_of(family, pooler)
     save_pretrained(config, random_params(config), root / "base", tokenizer=tokenizer)
     rows = write_rows(root / "rows.jsonl", ROWS)
-    own = {"data__path": str(rows), "fields": "a,b", "steps": 2, "pooling": pooling}
-    own |= {"lengths": (48,), "together": 1, "batch_size": 4, "compute_dtype": "float32"}
-    own |= {"tensorboard": False, "optimizer__learning_rate": 1e-2}
-    training.run(config_of("p32_glue", f"{root / 'base'},labels", **own), root / "run")
+    settings = {"data__path": str(rows), "fields": "a,b", "steps": 2, "pooling": pooling}
+    settings |= {"lengths": (48,), "together": 1, "batch_size": 4, "compute_dtype": "float32"}
+    settings |= {"tensorboard": False, "optimizer__learning_rate": 1e-2}
+    training.run(config_of("p32_glue", f"{root / 'base'},labels", **settings), root / "run")
     return root / "run" / "model"
 
 
@@ -69,8 +69,8 @@ def stepped(root: Path, family: str, pooler: bool, pooling: str) -> Path:
     time."""
     config, tokenizer = base_of(family, pooler)
     task = get_task("labels", ("a", "b"), ("p", "q", "r"))
-    own = {"outputs": 3, "labels": [*task.labels], "task": "labels", "fields": [["a", "b"]]}
-    settings = Classification(pooling=pooling, max_length=48, **own)
+    options = {"outputs": 3, "labels": [*task.labels], "task": "labels", "fields": [["a", "b"]]}
+    settings = Classification(pooling=pooling, max_length=48, **options)
     made = HeadConfig.of("classification", vars(settings))
     config, params = with_head(config, random_params(config), made, jax.random.key(0))
     head = make_head(config, made)
@@ -128,10 +128,10 @@ def test_transformers_4_gives_the_same(torch):
     program = (sys.executable, REPOSITORY / "tests" / "theirs.py", "logits", *MADE)
     done = run_program(*program, PYTHONPATH=str(folder))
     assert done.code == 0, done.err
-    found = json.loads(done.out.splitlines()[-1])
-    assert len(found) == 3 * len(FILES)
+    logits = json.loads(done.out.splitlines()[-1])
+    assert len(logits) == 3 * len(FILES)
     for name, ours in MADE.items():
         if "olmo_False_last" in name:
-            assert "Unrecognized configuration class" in found[name]
+            assert "Unrecognized configuration class" in logits[name]
             continue
-        np.testing.assert_allclose(found[name], ours, atol=1e-5, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(logits[name], ours, atol=1e-5, rtol=1e-5, err_msg=name)

@@ -176,9 +176,9 @@ def check_step(family: str, remat: str, temporary: dict[int, int]) -> None:
     # The larger of two phases, backward and the optimiser's, each linear in depth: with remat=full
     # the second takes over between 20 and 26 layers of Gemma-2. A slope falls in neither case.
     assert first <= 1.02 * second, temporary
-    own = layer_bytes(family)
-    backward = saved_activations(family, remat) + own + layer_bytes(family, "ffn/down/kernel")
-    assert max(first, second) <= max(backward, 4 * own), (first, second, backward, 4 * own)
+    size = layer_bytes(family)
+    backward = saved_activations(family, remat) + size + layer_bytes(family, "ffn/down/kernel")
+    assert max(first, second) <= max(backward, 4 * size), (first, second, backward, 4 * size)
 
 
 @pytest.mark.slow

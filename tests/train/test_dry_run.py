@@ -39,27 +39,27 @@ def planned(tmp_path, model, **changes):
 
 def test_gemma2_2b_on_eight_h100s_is_the_papers_arithmetic(tmp_path, capsys):
     changes = {"dry_run": "h100:8", "seq_len": 1024, "steps": 3600}
-    found = planned(tmp_path, "gemma2_2b", **changes)
+    report = planned(tmp_path, "gemma2_2b", **changes)
     d, m, layers, vocab, q, kv = 2304, 9216, 26, 256_000, 8 * 256, 4 * 256
     kernels = layers * (d * (2 * q + 2 * kv) + 3 * d * m)
     norms = (4 * layers + 1) * d
-    assert found["parameters"] == found["trainable_parameters"] == kernels + vocab * d + norms
-    held, cut = found["bytes_per_device"], (kernels + vocab * d) // 8 + norms
+    assert report["parameters"] == report["trainable_parameters"] == kernels + vocab * d + norms
+    held, cut = report["bytes_per_device"], (kernels + vocab * d) // 8 + norms
     assert held["trainable parameters (float32)"] == held["gradients"] == 4 * cut
     assert held["frozen parameters"] == 0
     assert abs(held["optimiser state"] - 8 * cut) < 100  # two moments, and counters
-    assert found["tokens_per_step"] == 16 * 1024
+    assert report["tokens_per_step"] == 16 * 1024
     seen = 1024 * 1025 / 2  # no window is shorter than the row
     attention = 16 * layers * 4 * seen * q
     products = 6 * 16 * 1024 * (kernels + vocab * d) + 3 * attention
-    np.testing.assert_allclose(found["flops_per_step"]["model"], products, rtol=1e-12)
+    np.testing.assert_allclose(report["flops_per_step"]["model"], products, rtol=1e-12)
     again = 2 * 16 * 1024 * kernels + attention if jax.default_backend() != "cpu" else 0
-    np.testing.assert_allclose(found["flops_per_step"]["recomputed"], again)
-    seconds, hours = found["seconds_per_step"], found["hours"]
+    np.testing.assert_allclose(report["flops_per_step"]["recomputed"], again)
+    seconds, hours = report["seconds_per_step"], report["hours"]
     np.testing.assert_allclose(seconds["products"], (products + again) / 8 / 989e12)
     assert seconds["roofline"] == max(seconds[k] for k in ("products", "memory", "links"))
     assert seconds["expected"] >= seconds["roofline"] and hours["expected"] == seconds["expected"]
-    assert found["compiled"] is None and json.loads((tmp_path / "plan.json").read_text()) == found
+    assert report["compiled"] is None and json.loads((tmp_path / "plan.json").read_text()) == report
     printed = capsys.readouterr().out
     assert "2,614,341,888 parameters" in printed and "no compiler for GPUs" in printed
 
@@ -100,16 +100,16 @@ def test_windows_frozen_leaves_and_remat_count():
 
     tokens, ffn, attention = 40, 3 * 32 * 64, 32 * (2 * 32 + 2 * 16)
     seen = 2 * (sum(min(t + 1, 8) for t in range(20)) + sum(range(1, 21)))
-    whole = flops(remat="full")
+    full = flops(remat="full")
     forward = 2 * tokens * 2 * (ffn + attention) + 4 * seen * 32
     head = 2 * tokens * 32 * 50
-    assert whole["model"] == 3 * (forward + head) and whole["recomputed"] == forward
+    assert full["model"] == 3 * (forward + head) and full["recomputed"] == forward
     frozen = flops(train_only=("ffn/down/kernel",), remat="none")
     less = 2 * tokens * 2 * (attention + ffn - 32 * 64) + head
-    assert frozen["model"] == whole["model"] - less and frozen["recomputed"] == 0
+    assert frozen["model"] == full["model"] - less and frozen["recomputed"] == 0
     adapted = flops(rank=4, train_only=("lora_[ab]$",), remat="none")
     less += 2 * tokens * 2 * 32 * 64  # the kernel itself is frozen, too
-    assert adapted["model"] == whole["model"] - less + 3 * 2 * tokens * 2 * 4 * (32 + 64)
+    assert adapted["model"] == full["model"] - less + 3 * 2 * tokens * 2 * 4 * (32 + 64)
 
 
 def test_products_are_those_the_compiler_counts():
@@ -141,17 +141,17 @@ def test_evaluation_sees_nothing_of_macdrop():
 def test_a_quantised_base_is_counted_in_weights(tmp_path, capsys):
     """QLoRA with MacDrop: the same parameters and products as LoRA, a quarter of the kernels'
     bytes, with the same sharding; what depends on the weights is reported as unknown."""
-    found = {}
+    reports = {}
     for names in ("lora", "nf4,lora,macdrop"):
         config = config_of("macdrop_sft", f"gemma2_2b,{names}")
         config.dry_run = "h100:8"
-        found[names] = dry_run.dry_run(read(config), tmp_path)
+        reports[names] = dry_run.dry_run(read(config), tmp_path)
         said = "".join(capsys.readouterr())
         assert ("massive layer is taken to be the first" in said) == ("macdrop" in names)
-    plain, quantised = found.values()
+    plain, quantised = reports.values()
     assert plain["parameters"] == quantised["parameters"]
     assert plain["flops_per_step"] == quantised["flops_per_step"]
-    held = [one["bytes_per_device"]["frozen parameters"] for one in found.values()]
+    held = [one["bytes_per_device"]["frozen parameters"] for one in reports.values()]
     into, out_of = 26 * (2 * 2304 * 9216 + 2304 * 4096), 26 * (2304 * 9216 + 2304 * 2048)
     kernels = into + out_of
     # 1/2 byte of code per weight, sharded as bf16's 2 bytes; scales are sharded as outputs.
@@ -165,12 +165,12 @@ def test_a_dry_run_here_compiles_and_the_run_may_follow(tmp_path, capsys):
     changes = {"data.path": str(tmp_path / "text.txt"), "data.validation_fraction": 0.0}
     changes |= {"steps": 2, "batch_size": 2, "seq_len": 16, "tensorboard": False}
     config = make_config(model, dry_run="here", **changes)
-    found = run.run(config, tmp_path / "run")
-    held = found["compiled"]["bytes_per_device"]
-    state = found["bytes_per_device"]
+    report = run.run(config, tmp_path / "run")
+    held = report["compiled"]["bytes_per_device"]
+    state = report["bytes_per_device"]
     assert held["arguments (state, batch)"] >= sum(state.values()) - state["gradients"]
     assert held["together"] > held["arguments (state, batch)"]
-    assert found["rates"] == "measured" and not (tmp_path / "run" / "results.json").exists()
+    assert report["rates"] == "measured" and not (tmp_path / "run" / "results.json").exists()
     assert "compiled: together" in capsys.readouterr().out
     config.dry_run = ""
     assert run.run(config, tmp_path / "run")["steps"] == 2
@@ -180,8 +180,8 @@ def test_only_the_config_is_read(tmp_path):
     model = save_tiny(tmp_path / "tiny")
     for path in model.glob("*.safetensors"):
         path.unlink()
-    found = planned(tmp_path / "plan", model, dry_run="v4:2x2x2", batch_size=8)
-    assert found["device_count"] == 8 and found["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
+    report = planned(tmp_path / "plan", model, dry_run="v4:2x2x2", batch_size=8)
+    assert report["device_count"] == 8 and report["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
     assert load_config("google/gemma-2-2b") is PRESETS["gemma2_2b"][0]
 
 
@@ -206,8 +206,8 @@ def test_what_cannot_be_planned_is_named(tmp_path, changes, message):
 def test_a_tpu_slice_is_compiled_for_without_a_tpu(tmp_path, libtpu):
     """The TPU's own compiler; 4 chips, fsdp 2 x tensor 2."""
     changes = {"dry_run": "v5e:2x2", "batch_size": 4, "seq_len": 128, "mesh.tensor": 2}
-    found = planned(tmp_path, save_tiny(tmp_path / "tiny"), **changes)
-    assert {kind for kind, *_ in found["compiled"]["collectives"]} & {"all-gather", "all-reduce"}
+    report = planned(tmp_path, save_tiny(tmp_path / "tiny"), **changes)
+    assert {kind for kind, *_ in report["compiled"]["collectives"]} & {"all-gather", "all-reduce"}
     with pytest.raises(ValueError, match="dry_run='v5e:3x5': libtpu rejects it"):
         planned(tmp_path, "gemma2_2b", dry_run="v5e:3x5")
 
@@ -237,13 +237,13 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 
 def test_collectives_are_counted_once_with_bytes_and_loops():
-    found = hlo.collectives(HLO)
-    assert [(x.kind, x.shapes, x.bytes, x.inside) for x in found] == [
+    collectives = hlo.collectives(HLO)
+    assert [(x.kind, x.shapes, x.bytes, x.inside) for x in collectives] == [
         ("all-gather", ((2, 8),), 32, True),
         ("all-reduce", ((3,), (5,)), 17, True),
         ("reduce-scatter", ((),), 4, False),
     ]
-    assert hlo.summary(found)[0] == ("all-gather", "in a loop", 1, 32)
+    assert hlo.summary(collectives)[0] == ("all-gather", "in a loop", 1, 32)
 
 
 def test_measured_rates_are_finite():

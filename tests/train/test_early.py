@@ -31,8 +31,8 @@ def test_what_a_run_lacks_is_said_before_its_model_is_read(tmp_path):
         tmp_path, config, DataError
     )
     (tmp_path / "rows.csv").write_text("x,label\na,b\nc,d\n")
-    own = {"fields": "text", "data__path": str(tmp_path / "rows.csv")}
-    said = refused(tmp_path, config_of("p32_glue", f"{NOWHERE},labels", **own), DataError)
+    settings = {"fields": "text", "data__path": str(tmp_path / "rows.csv")}
+    said = refused(tmp_path, config_of("p32_glue", f"{NOWHERE},labels", **settings), DataError)
     assert "rows.csv, line 2: task 'labels' reads the fields 'text'; this file has 'x'" in said
 
 

@@ -65,7 +65,7 @@ def test_a_new_model_is_the_seeds(files):
 
 
 def test_baseline_and_jreg_from_text(files, tmp_path):
-    found = {}
+    models = {}
     for name, weight in (("baseline", 0.0), ("jreg", 1.0)):
         config = config_of("jreg_pretrain", "local", **files, losses__jreg__weight=weight)
         results = training.run(config, tmp_path / name)
@@ -86,11 +86,11 @@ def test_baseline_and_jreg_from_text(files, tmp_path):
         assert all(row["train/losses.jreg.weight"] == weight for row in trained)
         assert all((row["train/loss"] == row["train/nll"]) == (weight == 0) for row in trained)
         assert results["parameters"] == total_of(config)
-        found[name] = load_model(tmp_path / name / "model")
-    for path, leaf in flatten(found["baseline"].params).items():
-        assert (leaf != flatten(found["jreg"].params)[path]).any(), path
+        models[name] = load_model(tmp_path / name / "model")
+    for path, leaf in flatten(models["baseline"].params).items():
+        assert (leaf != flatten(models["jreg"].params)[path]).any(), path
     # The same data and the same start, and the paper's loss: CE + lambda * sum_l w_l Psi_l.
-    first = [read_metrics(tmp_path / name / "metrics.jsonl") for name in found]
+    first = [read_metrics(tmp_path / name / "metrics.jsonl") for name in models]
     nll = [next(row["train/nll"] for row in rows if "train/nll" in row) for rows in first]
     assert nll[0] == pytest.approx(nll[1], rel=1e-6)
     row = next(row for row in first[1] if "train/jreg" in row)

@@ -120,16 +120,16 @@ def test_arguments_shrink_by_what_is_not_kept():
 def test_optimizer_state_is_of_trainable_leaves_only(name):
     params, mask = params_of(jnp.bfloat16, ONLY_DOWN)
     state = abstract_state(params, optimizer_of(name, params, mask), mask).opt_state
-    found = {path: leaf for path, leaf in flatten(state).items() if leaf.ndim}
+    leaves = {path: leaf for path, leaf in flatten(state).items() if leaf.ndim}
     trainable = [path for path in mask if mask[path]]
     assert trainable == ["stack/segment_0/slot_0/ffn/down/kernel"]
-    assert all(any(f"/{path}" in leaf for path in trainable) for leaf in found), list(found)
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in found.values())
+    assert all(any(f"/{path}" in leaf for path in trainable) for leaf in leaves), list(leaves)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
     master = 4 * LAYERS * M * D
     if name == "adamw":
         assert size == 2 * master
-        assert {leaf.dtype for leaf in found.values()} == {jnp.dtype(jnp.float32)}
+        assert {leaf.dtype for leaf in leaves.values()} == {jnp.dtype(jnp.float32)}
     elif name == "sgd":
-        assert size == 0 and not found
+        assert size == 0 and not leaves
     else:
         assert 0 < size <= 1.1 * master  # the kernels are too small to be factored

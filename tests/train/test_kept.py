@@ -178,9 +178,9 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(flags, tmp_path
     said = run_script("train", *flags, f"--workdir={tmp_path / 'run'}").error
     words = "a step of batch_size=16 with accumulation=1 needs .* of .* GiB of memory: "
     words += r"accumulation=(\d+) fits, with the same updates, or batch_size=(\d+)$"
-    found = re.search(words, said)
-    parts = int(found[1])
-    assert parts * int(found[2]) == 16 and needs[parts] <= room
+    match = re.search(words, said)
+    parts = int(match[1])
+    assert parts * int(match[2]) == 16 and needs[parts] <= room
     assert all(size > room for n, size in needs.items() if n < parts)
     assert not (tmp_path / "run").exists(), "the corrected command can use the directory"
     monkeypatch.setattr(fit, "memory_of", lambda devices: 1)
@@ -193,8 +193,8 @@ def test_a_dry_run_names_what_fits(flags, tmp_path, monkeypatch):
     from ffn_heterogeneity.train import hardware
 
     monkeypatch.setattr(hardware, "memory_of", lambda devices: 400_000)
-    own = flags_of(batch_size=16, dry_run="here", workdir=tmp_path / "plan")
-    planned = run_script("train", *flags, *own)
+    dry_flags = flags_of(batch_size=16, dry_run="here", workdir=tmp_path / "plan")
+    planned = run_script("train", *flags, *dry_flags)
     assert re.search(r"it does NOT fit; (accumulation=\d+ fits|not even)", planned.out)
 
 
@@ -214,9 +214,9 @@ def test_a_containers_limit_is_the_memory(tmp_path, monkeypatch, kind):
         if limit:
             (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
         (folder / f"memory.{names[1]}").write_text("3000000\n")
-        own = "" if v2 else "active_file 1\ninactive_file 2\n"
-        own += f"{names[2]}active_file 400000\n{names[2]}inactive_file 600000\n"
-        (folder / "memory.stat").write_text(own)
+        statistics = "" if v2 else "active_file 1\ninactive_file 2\n"
+        statistics += f"{names[2]}active_file 400000\n{names[2]}inactive_file 600000\n"
+        (folder / "memory.stat").write_text(statistics)
     real = memory.Path
     monkeypatch.setattr(memory, "Path", lambda first, *rest: real(f"{tmp_path}{first}", *rest))
     assert memory.memory_for_this_process() == 5_000_000 - 3_000_000 + 1_000_000 + 1_024_000

@@ -37,8 +37,8 @@ def folder(tmp_path_factory):
     folder, words = tmp_path_factory.mktemp("read"), TEXT.split()
     save_tiny(folder / "model", WIDE)
     (folder / "text.txt").write_text(TEXT)
-    told = (" ".join(words[i : i + 4]) for i in range(80))
-    pairs = [{"instruction": one, "input": "", "output": one[::-1]} for one in told]
+    texts = (" ".join(words[i : i + 4]) for i in range(80))
+    pairs = [{"instruction": one, "input": "", "output": one[::-1]} for one in texts]
     write_rows(folder / "alpaca.jsonl", pairs)
     documents = [{"text": f"{i} {' '.join(words[i % 90 :][:60])}"} for i in range(3000)]
     write_rows(folder / "corpus.jsonl", documents)
@@ -96,13 +96,13 @@ def test_forty_commands_killed(folder, tmp_path):
         code, output = Launch(plain, flags, folder / "compiled", script).end()
         assert code == 0, output
         for number in range(KILLS):
-            kind, found = "start" if number % 4 == 0 else "save", None
-            while found is None:
+            kind, landed = "start" if number % 4 == 0 else "save", None
+            while landed is None:
                 if (workdir / "results.json").exists():  # it ended before its kill: start again
                     shutil.rmtree(workdir)
                 life = Launch(workdir, flags, folder / "compiled", script)
-                found = kill(life, kind, chance, most)
-            inside[name] += found and kind == "save"
+                landed = kill(life, kind, chance, most)
+            inside[name] += landed and kind == "save"
         code, output = Launch(workdir, flags, folder / "compiled", script).end()
         assert code == 0, output
         assert files(workdir) == files(plain), name

@@ -134,10 +134,16 @@ def test_forty_launches_killed(tmp_path, cache):
     """Kills at start-up, in compilation, steps, saves and the export: each relaunch resumes."""
     model, text = save_tiny(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text(TEXT)
-    own = {"data__passage_chars": 400, "data__validation_fraction": 0.2, "tensorboard": False}
-    own |= {"steps": 160, "batch_size": 2, "seq_len": 32, "eval__every": 8, "checkpoint__every": 2}
-    own |= {"data__path": text, "losses__nucl__weight": 1}
-    flags = flags_of(f"configs/nucl_finetune.py:{model},text,lora", **own)
+    settings = {"data__passage_chars": 400, "data__validation_fraction": 0.2, "tensorboard": False}
+    settings |= {
+        "steps": 160,
+        "batch_size": 2,
+        "seq_len": 32,
+        "eval__every": 8,
+        "checkpoint__every": 2,
+    }
+    settings |= {"data__path": text, "losses__nucl__weight": 1}
+    flags = flags_of(f"configs/nucl_finetune.py:{model},text,lora", **settings)
     plain, workdir = tmp_path / "plain", tmp_path / "killed"
     start, reference = time.monotonic(), Launch(plain, flags, cache)
     reference.wait_for_rows(1)

@@ -18,11 +18,11 @@ class Ours:
     """The trainer's step: last layer, no dropout, float32."""
 
     def __init__(self, minilm_dir, folder):
-        own = {"pooling": "last", "dropout": 0.0, "together": 1, "lengths": (64, 96, 128)}
-        own["compute_dtype"] = "float32"
+        settings = {"pooling": "last", "dropout": 0.0, "together": 1, "lengths": (64, 96, 128)}
+        settings["compute_dtype"] = "float32"
         for key, name in (("path", "train"), ("validation_path", "validation")):
-            own[f"data__{key}"] = str(folder / f"{name}.jsonl")
-        self.config = read(config_of("p32_glue", f"{minilm_dir},mrpc", **own))
+            settings[f"data__{key}"] = str(folder / f"{name}.jsonl")
+        self.config = read(config_of("p32_glue", f"{minilm_dir},mrpc", **settings))
         mesh, self.model = partition.make_mesh(**self.config.mesh), starting_from(self.config)
         built = plan(self.config, mesh, self.model)
         self.batches = built.open_data(self.model.tokenizer).batches

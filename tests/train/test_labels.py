@@ -35,17 +35,21 @@ def files(tmp_path_factory):
 
 
 def config_for(files, model="bert", task="labels", more="", **changes):
-    own = {"data__path": str(files / "train.jsonl"), "fields": "sentence", "lengths": (32,)}
-    own |= {"data__validation_path": str(files / "held_out.jsonl"), "together": 1, "batch_size": 8}
-    own |= {
+    settings = {"data__path": str(files / "train.jsonl"), "fields": "sentence", "lengths": (32,)}
+    settings |= {
+        "data__validation_path": str(files / "held_out.jsonl"),
+        "together": 1,
+        "batch_size": 8,
+    }
+    settings |= {
         "epochs": 4.0,
         "least_steps": 0,
         "dropout": 0.0,
         "optimizer__learning_rate": 2e-2,
         "eval__every": 10,
     }
-    own |= {"compute_dtype": "float32", "tensorboard": False}
-    return config_of("p32_glue", f"{files / model},{task}{more}", **(own | changes))
+    settings |= {"compute_dtype": "float32", "tensorboard": False}
+    return config_of("p32_glue", f"{files / model},{task}{more}", **(settings | changes))
 
 
 @pytest.mark.parametrize(
@@ -67,8 +71,8 @@ def test_a_run_from_rows_to_predictions(files, tmp_path, capsys, model, pooling)
         weights = np.exp(lambdas) / np.exp(lambdas).sum()
         np.testing.assert_allclose(results["depth_weights"], weights, rtol=1e-5)
         assert lambdas.shape == (3,) and np.abs(lambdas).max() > 1e-3
-    own = {"model": str(tmp_path / "run" / "model"), "input": str(files / "held_out.jsonl")}
-    asked = config_of("classify", compute_dtype="float32", **own)
+    settings = {"model": str(tmp_path / "run" / "model"), "input": str(files / "held_out.jsonl")}
+    asked = config_of("classify", compute_dtype="float32", **settings)
     said = evaluating.run(asked, tmp_path)
     exported = next(r for r in results["history"] if r["step"] == results["exported_step"])
     for name in ("accuracy", "macro_f1", "matthews"):
@@ -81,8 +85,8 @@ def test_a_run_from_rows_to_predictions(files, tmp_path, capsys, model, pooling)
     right = np.mean([row["label"] == row["prediction"] for row in rows])
     assert right == pytest.approx(said["accuracy"])
     loaded = load_model(tmp_path / "run" / "model")
-    (found,) = classify(loaded, ["abc"])
-    assert classify(loaded, []) == [] and found["prediction"] in ("low", "high")
+    (answer,) = classify(loaded, ["abc"])
+    assert classify(loaded, []) == [] and answer["prediction"] in ("low", "high")
     refused("is not a text", classify, loaded, [("a", "b")])
 
 
@@ -131,9 +135,9 @@ def test_rows_that_stand_together_train_the_same(files, tmp_path, model, pooling
     """Losses of every step and all metrics are equal; the batches are smaller."""
     seen, sizes = [], []
     for together in (1, 4):
-        own = {"pooling": pooling, "together": together, "steps": 12, "lengths": (14, 16)}
-        own |= {"losses__jreg__weight": 0.1, "optimizer__learning_rate": 2e-3}
-        config = config_for(files, model, more=",jreg", **own)
+        options = {"pooling": pooling, "together": together, "steps": 12, "lengths": (14, 16)}
+        options |= {"losses__jreg__weight": 0.1, "optimizer__learning_rate": 2e-3}
+        config = config_for(files, model, more=",jreg", **options)
         results = training.run(config, tmp_path / str(together))
         rows = read_rows(tmp_path / str(together) / "metrics.jsonl")
         names = ("train/loss", "train/jreg", "train/grad_norm", "train/tokens")
@@ -181,20 +185,22 @@ def test_lambda_learns_at_its_own_rate(files, tmp_path):
 def test_a_rate_of_its_own_is_part_of_the_program(files):
     """It is compiled in as a factor of the run's rate; the rate itself is an argument."""
     keys = {}
-    for own in (None, 0.0, 1e-2):
+    for lambda_rate in (None, 0.0, 1e-2):
         for rate in (1e-5, 1e-4):
-            config = read(config_for(files, lambda_rate=own, optimizer__learning_rate=rate))
+            config = read(config_for(files, lambda_rate=lambda_rate, optimizer__learning_rate=rate))
             mesh = partition.make_mesh(**config.mesh)
-            keys[own, rate] = plan(config, mesh).key
+            keys[lambda_rate, rate] = plan(config, mesh).key
     assert keys[None, 1e-5] == keys[None, 1e-4]
     assert keys[1e-2, 1e-5] != keys[1e-2, 1e-4] and keys[0.0, 1e-5] != keys[None, 1e-5]
 
 
 def test_adapters_truncation_and_nucl_beside_a_head(files, tmp_path):
     """On half of the rows, with two held-out sets."""
-    own = {"data__validation_path": f"near={files / 'held_out.jsonl'},far={files / 'test.jsonl'}"}
-    own |= {"data__fraction": 0.5, "truncate__blocks": 2, "steps": 4}
-    config = config_for(files, "llama", more=",truncate,lora,nucl", **own)
+    settings = {
+        "data__validation_path": f"near={files / 'held_out.jsonl'},far={files / 'test.jsonl'}"
+    }
+    settings |= {"data__fraction": 0.5, "truncate__blocks": 2, "steps": 4}
+    config = config_for(files, "llama", more=",truncate,lora,nucl", **settings)
     results = training.run(config, tmp_path / "run")
     assert results["rows"] == {"train": 30, "near": 21, "far": 9}
     assert results["best"]["metric"] == "validation/near/accuracy"
@@ -247,19 +253,19 @@ def test_what_is_wrong_is_said_in_one_line(files, tmp_path, changes, told):
 
 def test_rows_of_one_class_and_hidden_labels(files, tmp_path):
     rows = read_rows(files / "train.jsonl")
-    for label, told in (("low", "there is nothing to learn"), (-1, "not published")):
+    for label, message in (("low", "there is nothing to learn"), (-1, "not published")):
         path = write_rows(tmp_path / f"{label}.jsonl", [row | {"label": label} for row in rows])
         config = config_for(files, data__path=str(path), labels="low,high")
-        refused(told, training.run, config, tmp_path / "run")
+        refused(message, training.run, config, tmp_path / "run")
 
 
 def test_a_model_without_a_head_predicts_nothing_and_an_encoder_no_words(files, tmp_path):
     asked = config_of("classify", model=str(files / "bert"), input=str(files / "test.jsonl"))
     refused("no head.*train one first", evaluating.run, asked, tmp_path)
     (tmp_path / "text.txt").write_text("some text " * 50)
-    own = {"model": str(files / "bert"), "text": str(tmp_path / "text.txt"), "window": 16}
-    spoken = config_of("perplexity", bos="none", **own)
+    settings = {"model": str(files / "bert"), "text": str(tmp_path / "text.txt"), "window": 16}
+    spoken = config_of("perplexity", bos="none", **settings)
     refused("perplexity needs a decoder", evaluating.run, spoken, tmp_path)
-    own = {"data__path": str(tmp_path / "text.txt"), "steps": 1, "seq_len": 16}
-    packed = config_of("nucl_finetune", f"{files / 'bert'},text", **own)
+    settings = {"data__path": str(tmp_path / "text.txt"), "steps": 1, "seq_len": 16}
+    packed = config_of("nucl_finetune", f"{files / 'bert'},text", **settings)
     refused("training on next words.*needs a decoder", training.run, packed, tmp_path / "run")

@@ -42,11 +42,11 @@ def files(tmp_path_factory):
 
 def taught_model(files, family, method="fusion"):
     """(the dense model, the compressed model with its teacher)."""
-    whole = fh.load_model(files / family)
-    few, _ = SURGERIES["fuse"](whole, {"method": method, "ratio": 0.5, "layers": "1-2"})
+    dense = fh.load_model(files / family)
+    few, _ = SURGERIES["fuse"](dense, {"method": method, "ratio": 0.5, "layers": "1-2"})
     taught, report = SURGERIES["teacher"](few, {"model": str(files / family)})
     assert report == {"layers": list(LAYERS)}
-    return whole, taught
+    return dense, taught
 
 
 def states(config, params, batch, name):
@@ -81,10 +81,10 @@ CASES += [("bert", "unstructured", "ffn")]
 @pytest.mark.parametrize(("family", "method", "name"), CASES)
 def test_the_loss_is_its_formula(files, family, method, name):
     """The mean over layers, real tokens and dimensions; the first layer is the teacher's own."""
-    whole, model = taught_model(files, family, method)
-    batch = batch_of(whole.config)
+    dense, model = taught_model(files, family, method)
+    batch = batch_of(dense.config)
     student = {path: leaf for path, leaf in model.params.items() if path != "teacher"}
-    pair = ((whole.config, whole.params), (model.config, student))
+    pair = ((dense.config, dense.params), (model.config, student))
     a, b = (states(*one, batch, f"{name}_output") for one in pair)
     squares = ((a - b) ** 2)[:, batch["segment_ids"] > 0]
     total, denominator, metrics = value_of(model, batch, states=name)
@@ -93,14 +93,14 @@ def test_the_loss_is_its_formula(files, family, method, name):
     np.testing.assert_allclose(layers, squares.mean((1, 2)), rtol=1e-5, atol=1e-9)
     assert layers[0] == 0 and layers[1] > 0
     summed = value_of(model, batch, states=name, sum_hidden=True)
-    width = whole.config.d_model
+    width = dense.config.d_model
     assert float(summed.total) == pytest.approx(width * float(total), rel=1e-5)
 
 
 def test_gradients_of_the_tasks_loss_are_compared(files):
     """Gradients with respect to the output of each FFN, at real tokens."""
-    whole, model = taught_model(files, "bert")
-    batch = batch_of(whole.config)
+    dense, model = taught_model(files, "bert")
+    batch = batch_of(dense.config)
 
     def of(config, params):
         @jax.jit
@@ -115,8 +115,8 @@ def test_gradients_of_the_tasks_loss_are_compared(files):
 
     student = {path: leaf for path, leaf in model.params.items() if path != "teacher"}
     real = batch["segment_ids"] > 0
-    wanted, found = of(whole.config, whole.params)[:, real], of(model.config, student)[:, real]
-    squares = ((wanted - found) ** 2).sum((1, 2)) / (wanted**2).sum((1, 2))
+    wanted, actual = of(dense.config, dense.params)[:, real], of(model.config, student)[:, real]
+    squares = ((wanted - actual) ** 2).sum((1, 2)) / (wanted**2).sum((1, 2))
     total, denominator, metrics = value_of(model, batch, states="gradient")
     np.testing.assert_allclose(metrics["layers"] / denominator, squares, rtol=1e-4)
     assert float(total / denominator) == pytest.approx(squares.mean(), rel=1e-4)
@@ -151,13 +151,13 @@ def test_gradients_reach_the_student_alone(files, states):
 
 def data_of(files):
     paths = {"path": "train.jsonl", "validation_path": "held_out.jsonl"}
-    own = {f"data__{key}": str(files / name) for key, name in paths.items()}
-    return own | {"lengths": (32,)}
+    settings = {f"data__{key}": str(files / name) for key, name in paths.items()}
+    return settings | {"lengths": (32,)}
 
 
 def fused(files, workdir, method, **changes):
-    own = data_of(files) | {"layers": "1-2", "ratio": 0.5}
-    config = config_of("mlp_fusion", f"{files / 'bert'},labels,{method}", **(own | changes))
+    settings = data_of(files) | {"layers": "1-2", "ratio": 0.5}
+    config = config_of("mlp_fusion", f"{files / 'bert'},labels,{method}", **(settings | changes))
     with config.unlocked():
         for name in config.stages:
             if config[name].kind == "train":
@@ -183,7 +183,7 @@ def test_tuning_moves_the_taught_blocks_alone(files, tmp_path):
     before, after, end = map(leaves_of, (few, tuned, final))
     moved = {path for path in before if not np.array_equal(before[path], after[path])}
     parts = [f"{name}/{leaf}" for name in ("up", "down") for leaf in ("kernel", "bias")]
-    assert moved == {f"layers/{i}/ffn/{part}" for i in LAYERS for part in parts}
+    assert moved == {f"layers/{i}/ffn/{suffix}" for i in LAYERS for suffix in parts}
     assert set(after) - set(before) == {"task_head/out/kernel", "task_head/out/bias"}
     assert not [path for path in (*after, *end) if path.startswith("teacher")]
     for path in (f"layers/{i}/ffn/neuron_scale" for i in LAYERS):
@@ -196,11 +196,11 @@ def test_joined_rows_have_the_loss_of_rows_alone(files, tmp_path, states):
     """The loss of all held-out rows, with the forward pass of a training run."""
     few, _ = SURGERIES["fuse"](fh.load_model(files / "bert"), {"ratio": 0.5, "layers": "1-2"})
     fh.save_model(few, tmp_path / "few")
-    own = data_of(files) | {"fields": "sentence", "teacher__model": str(files / "bert")}
-    found = []
+    settings = data_of(files) | {"fields": "sentence", "teacher__model": str(files / "bert")}
+    losses = []
     for together in (1, 2):
         argument = f"{tmp_path / 'few'},labels,teacher,layerwise"
-        config = read(config_of("p32_glue", argument, together=together, **own))
+        config = read(config_of("p32_glue", argument, together=together, **settings))
         model = starting_from(config)
         objective = objective_of(config.task, model.config)
         forward = make_forward(objective, model.config, RunOptions())
@@ -208,25 +208,25 @@ def test_joined_rows_have_the_loss_of_rows_alone(files, tmp_path, states):
         held_out = objective.data(model.tokenizer, range(config.batch_size)).held_out
         batches = [batch for each in held_out.values() for batch in each()]
         values = [in_all(forward, term, model.params, batch) for batch in batches]
-        found.append(sum(x.total for x in values) / sum(x.denominator for x in values))
-    assert found[1] == pytest.approx(float(found[0]), rel=1e-4) and found[0] > 0
+        losses.append(sum(x.total for x in values) / sum(x.denominator for x in values))
+    assert losses[1] == pytest.approx(float(losses[0]), rel=1e-4) and losses[0] > 0
 
 
 def test_rounds_mask_more_and_rewind(files, tmp_path):
     """Two of the three rounds; models are trained, masked, trained, masked."""
     stages = ("round_1", "mask_1", "round_2", "mask_2")
     models, _ = fused(files, tmp_path, "lth", stages=stages)
-    whole = leaves_of(fh.load_model(files / "bert"))
+    dense = leaves_of(fh.load_model(files / "bert"))
     shares, masks = [], []
     for masked in models[1::2]:
         leaves = leaves_of(masked)
         assert masked.config.head is None
         for path, leaf in leaves.items():
             if not path.endswith("mask"):
-                np.testing.assert_array_equal(leaf, whole[path])
+                np.testing.assert_array_equal(leaf, dense[path])
         masks.append({path: leaf for path, leaf in leaves.items() if path.endswith("mask")})
-        kept = np.concatenate([leaf.ravel() for leaf in masks[-1].values()])
-        shares.append(kept.mean())
+        mask_values = np.concatenate([leaf.ravel() for leaf in masks[-1].values()])
+        shares.append(mask_values.mean())
     np.testing.assert_allclose(shares, 0.5 ** (np.arange(1, 3) / 3), atol=1e-3)
     assert all((masks[1][path] <= before).all() for path, before in masks[0].items())
     # The masks are those of trained weights, not of the initial ones.
@@ -243,13 +243,13 @@ def test_rounds_mask_more_and_rewind(files, tmp_path):
 
 
 def test_bad_teachers_and_rewinds_are_refused(files, tmp_path):
-    whole = fh.load_model(files / "bert")
-    few, _ = SURGERIES["fuse"](whole, {"ratio": 0.5, "layers": "1-2"})
+    dense = fh.load_model(files / "bert")
+    few, _ = SURGERIES["fuse"](dense, {"ratio": 0.5, "layers": "1-2"})
     short, _ = SURGERIES["truncate"](few, {"blocks": 2})
     other = dataclasses.replace(few, params=jax.tree.map(lambda x: x * 1.5, few.params))
     for model, settings, words in (
         (few, {}, "teacher.model is empty"),
-        (whole, {"model": str(files / "bert")}, "the same FFNs: nothing to distill"),
+        (dense, {"model": str(files / "bert")}, "the same FFNs: nothing to distill"),
         (short, {"model": str(files / "bert")}, "has 3 layers, this model 2"),
         (other, {"model": str(files / "bert")}, "its embed/embedding is not this model's"),
     ):
@@ -260,11 +260,11 @@ def test_bad_teachers_and_rewinds_are_refused(files, tmp_path):
         ({"method": "fusion", "rewind": "x"}, "rewind='x' works only with method='unstructured'"),
         ({"method": "unstructured", "rewind": str(files / "llama")}, "a model of another shape"),
     ):
-        refused(words, SURGERIES["fuse"], whole, settings)
+        refused(words, SURGERIES["fuse"], dense, settings)
 
 
 def test_what_is_taught_alone_trains_needs_a_teacher(files):
-    own = data_of(files) | {"train_only": ("@taught",), "fields": "sentence", "together": 1}
-    config = config_of("p32_glue", f"{files / 'bert'},labels", **own)
+    settings = data_of(files) | {"train_only": ("@taught",), "fields": "sentence", "together": 1}
+    config = config_of("p32_glue", f"{files / 'bert'},labels", **settings)
     with pytest.raises(ValueError, match="train_only='@taught': no block has a teacher"):
         plan(read(config), partition.make_mesh(**config.mesh))

@@ -184,11 +184,11 @@ def test_an_evaluation_made_up_for_is_not_written_twice(whole, tmp_path):
 
     def interrupted(loop, then):
         def evaluate(inner, state, check_stop):
-            found = inner(state, check_stop) if loop.step != 8 or then else None
+            measured = inner(state, check_stop) if loop.step != 8 or then else None
             if loop.step == 8 and not then:
                 os.kill(os.getpid(), signal.SIGTERM)
                 check_stop()
-            return found
+            return measured
 
         replace_hook(loop, evaluate)
         return loop
@@ -292,8 +292,8 @@ def test_a_validation_metric_that_is_not_finite_stops(tmp_path):
     loop = make_loop(tmp_path, checkpoint_every=3)
 
     def evaluate(inner, state, check_stop):
-        found = inner(state, check_stop)
-        return found | ({"validation/nll": float("nan")} if loop.step == 4 else {})
+        measured = inner(state, check_stop)
+        return measured | ({"validation/nll": float("nan")} if loop.step == 4 else {})
 
     replace_hook(loop, evaluate)
     refused("step 4: validation/nll=nan; .*checkpoints/3", loop.run, error=TrainingDiverged)

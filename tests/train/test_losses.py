@@ -96,9 +96,9 @@ def test_a_monitor_alone_costs_the_step_nothing():
 
     watched = {"jumps": {"term": "jreg"}, "entropy": {"term": "nucl", "variant": "ent"}}
     without, _ = flops(config_with({}, {}))
-    beside, names = flops(config_with({}, watched))
+    monitored, names = flops(config_with({}, watched))
     trained, _ = flops(config_with({"jumps": {"term": "jreg", "weight": 0.0}}, {}))
-    assert beside == without < trained
+    assert monitored == without < trained
     assert names == {"nll", "jumps", "entropy"}
 
 
@@ -107,11 +107,11 @@ def test_a_probe_is_logged_by_its_name():
     built, params = built_of(config), random_params(LLAMA)
     batches = [batch_of(LLAMA.vocab_size, seed=seed) for seed in range(2)]
     terms = built.evaluated_terms
-    found = make_evaluator(built.eval_step, None, lambda: iter(batches), terms=terms)(params)
-    names = {key for key in found if key.startswith("validation/turns")}
+    metrics = make_evaluator(built.eval_step, None, lambda: iter(batches), terms=terms)(params)
+    names = {key for key in metrics if key.startswith("validation/turns")}
     assert names == {"validation/turns", "validation/turns/all/mean", "validation/turns/last/mean"}
-    psi = found["validation/jumps/psi"]
-    np.testing.assert_allclose(found["validation/turns/all/mean"], psi, rtol=1e-6)
+    psi = metrics["validation/jumps/psi"]
+    np.testing.assert_allclose(metrics["validation/turns/all/mean"], psi, rtol=1e-6)
     with pytest.raises(ValueError, match="monitors.x: unknown probe 'y'.* displacement"):
         built_of(config_with({}, {"x": {"probe": "y"}}))
 
@@ -180,8 +180,8 @@ def test_a_learnt_weight_a_layer_reaches_the_probe_and_its_gradient_comes_back()
     forward = functools.partial(causal_lm.forward, LLAMA)
     step = make_train_step(forward, (term,), optimizer, mask, accumulation=2)
     batch = {k: np.asarray(v)[:2] for k, v in batch_of(LLAMA.vocab_size).items()}
-    own = term.per_layer(params, batch, forward)
-    seen = forward(params, batch, probes=term.probes, per_layer=own)
+    per_layer = term.per_layer(params, batch, forward)
+    seen = forward(params, batch, probes=term.probes, per_layer=per_layer)
     squares = np.asarray(seen["probes"]["squares"]["plain"], np.float64)
     state = create_state(params, optimizer, mask)
     cut = {k: v[:, None] for k, v in batch.items()}

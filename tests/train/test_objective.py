@@ -189,26 +189,26 @@ def test_pruned_with_its_head_equals_masked(alone, tmp_path, monkeypatch):
     config = config_of("prune", model=str(alone / "model"), ratio=0.25)
     results = compress.run(config, _made(tmp_path / "p"))
     monkeypatch.setitem(HEADS, "pooled", outside_task.pooled)
-    whole, pruned = load_model(alone / "model"), load_model(tmp_path / "p/model")
-    assert pruned.config.ffn_widths == (18,) * 4 and pruned.config.head == whole.config.head
-    tree = unstack(jax.tree.map(np.copy, whole.params))
+    dense, pruned = load_model(alone / "model"), load_model(tmp_path / "p/model")
+    assert pruned.config.ffn_widths == (18,) * 4 and pruned.config.head == dense.config.head
+    tree = unstack(jax.tree.map(np.copy, dense.params))
     for (_, down), gone in zip(layer_leaves(tree, "ffn/down"), results["removed"], strict=True):
         down["kernel"][gone] = 0
-    masked = dataclasses.replace(whole, params=restack(whole.config, tree))
+    masked = dataclasses.replace(dense, params=restack(dense.config, tree))
     rows = outside_task.rows_of(8, 3)
-    expected, found = predicted(masked, rows), predicted(pruned, rows)
-    np.testing.assert_allclose(found, expected, atol=5e-6 * np.abs(expected).max())
-    assert np.abs(found - predicted(whole, rows)).max() > 1e-4
+    expected, actual = predicted(masked, rows), predicted(pruned, rows)
+    np.testing.assert_allclose(actual, expected, atol=5e-6 * np.abs(expected).max())
+    assert np.abs(actual - predicted(dense, rows)).max() > 1e-4
 
 
 def test_attacked_and_folded_with_its_head(alone, tmp_path):
-    whole, rows = load_model(alone / "model"), outside_task.rows_of(8, 3)
+    intact, rows = load_model(alone / "model"), outside_task.rows_of(8, 3)
     config = config_of("attack", model=str(alone / "model"), export="padded")
     compress.run(config, _made(tmp_path / "a"))
     attacked = load_model(tmp_path / "a/model")
-    heads = (model.params["task_head"]["out"]["kernel"] for model in (attacked, whole))
+    heads = (model.params["task_head"]["out"]["kernel"] for model in (attacked, intact))
     assert np.array_equal(*heads)
-    assert np.abs(predicted(attacked, rows) - predicted(whole, rows)).max() > 1e-4
+    assert np.abs(predicted(attacked, rows) - predicted(intact, rows)).max() > 1e-4
     # LoRA and the head trained, then folded: the plain weights, and the head with them.
     config = outside_task.config_for(alone / "model", steps=1, export__form="padded")
     with config.unlocked():
@@ -216,7 +216,7 @@ def test_attacked_and_folded_with_its_head(alone, tmp_path):
     training.run(config, tmp_path / "l")
     folded = load_model(tmp_path / "l/model")
     names = {path.split("/")[-1] for path in flatten(folded.params)}
-    assert not names & {"lora_a", "lora_b"} and folded.config.head == whole.config.head
+    assert not names & {"lora_a", "lora_b"} and folded.config.head == intact.config.head
     last = json.loads((tmp_path / "l/results.json").read_text())["final"]
     again = evaluate.run(outside_task.config_for(tmp_path / "l/model"), _made(tmp_path / "e"))
     assert again["validation/far/squares"] == pytest.approx(last["validation/far/squares"], 1e-5)

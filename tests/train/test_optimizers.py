@@ -28,9 +28,9 @@ def leaves(seed):
 
 def run(config, rates, params, optimizer=None, first_grad=100):
     params = {p: jnp.asarray(x) for p, x in params.items()}
-    told = {p: Leaf(("own",) * x.ndim, decays=p in DECAYED) for p, x in params.items()}
+    declared = {p: Leaf(("own",) * x.ndim, decays=p in DECAYED) for p, x in params.items()}
     trains = dict.fromkeys(SHAPES, True)
-    optimizer = optimizer or make_optimizer(config, unflatten(params), trains, told)
+    optimizer = optimizer or make_optimizer(config, unflatten(params), trains, declared)
     state = optimizer.init(params)
     for i, rate in enumerate(rates):
         grads = {p: jnp.asarray(x) for p, x in leaves(first_grad + i).items()}
@@ -39,10 +39,10 @@ def run(config, rates, params, optimizer=None, first_grad=100):
     return {p: np.asarray(x) for p, x in params.items()}
 
 
-def assert_close(found, expected, tolerance=1e-6):
+def assert_close(actual, expected, tolerance=1e-6):
     for path in expected:
         scale = np.abs(expected[path]).max()
-        np.testing.assert_allclose(found[path], expected[path], rtol=0, atol=tolerance * scale)
+        np.testing.assert_allclose(actual[path], expected[path], rtol=0, atol=tolerance * scale)
 
 
 def test_adamw_equals_torch(torch):

@@ -67,8 +67,8 @@ def test_headers_of_tensors_of_unlike_dtypes(tmp_path):
             tensors[name] = tensors[name].astype(jnp.bfloat16)
     save_file(tensors, file, {"format": "pt"})
     agree(tmp_path / "model")
-    found = {dtype for _, dtype in kinds(load_shapes(tmp_path / "model")[0].params).values()}
-    assert len(found) == 2
+    dtypes = {dtype for _, dtype in kinds(load_shapes(tmp_path / "model")[0].params).values()}
+    assert len(dtypes) == 2
 
 
 def test_headers_of_structure_adapters_and_gguf(tmp_path):
@@ -95,14 +95,14 @@ def test_what_is_not_here_is_assumed_and_said(tmp_path):
 @pytest.fixture
 def made(monkeypatch):
     """The list of plans that were built."""
-    found, inner = [], plan._build
+    plans, inner = [], plan._build
 
     def counted(*given):
-        found.append(inner(*given))
-        return found[-1]
+        plans.append(inner(*given))
+        return plans[-1]
 
     monkeypatch.setattr(plan, "_build", counted)
-    return found
+    return plans
 
 
 PLANNED = [("", "float32"), ("", "bfloat16"), (",lora", "bfloat16"), (",truncate", "float32")]
@@ -113,8 +113,8 @@ PLANNED += [(",nf4,lora", "float32"), (",nf4,lora", "bfloat16")]
 def test_a_run_is_planned_once(files, tmp_path, made, parts, dtype, capsys):
     _, text = files
     wide = dataclasses.replace(LLAMA, d_model=64, head_dim=16, layers=(LayerConfig(64),) * 2)
-    own = {"dtype": dtype, "tokenizer": byte_tokenizer()}
-    model = save_pretrained(wide, random_params(wide), tmp_path / "model", **own)
+    options = {"dtype": dtype, "tokenizer": byte_tokenizer()}
+    model = save_pretrained(wide, random_params(wide), tmp_path / "model", **options)
     config = config_for(model, text, "text" + parts, steps=1)
     training.run(config, tmp_path / "run")
     assert len(made) == 1 and "planned again" not in capsys.readouterr().err
@@ -154,12 +154,14 @@ def test_seeds_share_a_program_and_not_their_data(files, tmp_path, made, monkeyp
     monkeypatch.setattr(training, "make_loop", noted)
     text = tmp_path / "many.txt"
     text.write_text("\n\n".join(f"passage {i} of {i * i} words" * 4 for i in range(60)))
-    own = small_run(text, steps=1, seeds=(0, 1))
-    experiment.run(config_of("nucl_finetune", f"{files[0]},text", **own), tmp_path / "together")
+    settings = small_run(text, steps=1, seeds=(0, 1))
+    experiment.run(
+        config_of("nucl_finetune", f"{files[0]},text", **settings), tmp_path / "together"
+    )
     assert len(made) == 1 and (seen[0] != seen[1]).any()
     together, seen[1] = seen[1], None
-    own |= {"seeds": (), "seed": 1}
-    experiment.run(config_of("nucl_finetune", f"{files[0]},text", **own), tmp_path / "alone")
+    settings |= {"seeds": (), "seed": 1}
+    experiment.run(config_of("nucl_finetune", f"{files[0]},text", **settings), tmp_path / "alone")
     np.testing.assert_array_equal(together, seen[1])
 
 
@@ -171,10 +173,10 @@ def test_runs_of_equal_static_settings_share_programs(files, made):
     cache = {}
     one, *others = (
         plan.plan(
-            read(config_of("nucl_finetune", f"{files[0]},text", **small_run(files[1], **own))),
+            read(config_of("nucl_finetune", f"{files[0]},text", **small_run(files[1], **changes))),
             cache=cache,
         )
-        for own in (*FREE, *STATIC)
+        for changes in (*FREE, *STATIC)
     )
     shared_by = [other.train_step is one.train_step for other in others]
     assert shared_by == [True] * (len(FREE) - 1) + [False] * len(STATIC)
@@ -200,19 +202,19 @@ def test_the_next_run_begins_with_what_fits(files, tmp_path, made, monkeypatch):
         return compiled, memory if tried[-1] == "full" else {"together": np.inf}
 
     monkeypatch.setattr(fit, "compile_step", small)
-    own = small_run(files[1], steps=1, seeds=(0, 1), remat="auto")
-    experiment.run(config_of("nucl_finetune", f"{files[0]},text", **own), tmp_path)
+    settings = small_run(files[1], steps=1, seeds=(0, 1), remat="auto")
+    experiment.run(config_of("nucl_finetune", f"{files[0]},text", **settings), tmp_path)
     assert tried == [*build.AUTO_REMAT, "full"] and len(made) == 1
 
 
 def test_a_sweep_of_four_points_compiles_once(files, tmp_path, made, monkeypatch):
     points = [
-        sweep_run.Point(f"p{i}", own)
-        for i, own in enumerate(
-            {key.replace("__", "."): value for key, value in own.items()} for own in FREE
+        sweep_run.Point(f"p{i}", changes)
+        for i, changes in enumerate(
+            {key.replace("__", "."): value for key, value in changes.items()} for changes in FREE
         )
     ]
     config = config_of("nucl_finetune", f"{files[0]},text", **small_run(files[1]))
     monkeypatch.setattr(sweep_run, "points_of", lambda *_: ("train", tuple(points)))
-    found = sweep_run.run(config, tmp_path, spec="x", sweep="four")
-    assert (found["finished"], found["programs"], found["compilations"]) == (4, 1, 1)
+    results = sweep_run.run(config, tmp_path, spec="x", sweep="four")
+    assert (results["finished"], results["programs"], results["compilations"]) == (4, 1, 1)

@@ -22,9 +22,9 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("qlora")
     (root / "text.txt").write_text(TEXT)
     model = save_tiny(root / "tiny", WIDE)
-    own = small_run(root / "text.txt", steps=4, eval__every=2, checkpoint__every=2)
-    own |= {"lora__rank": 3, "losses__nucl__weight": 0.01}
-    config = config_of("nucl_finetune", f"{model},text,lora,nf4", **own)
+    settings = small_run(root / "text.txt", steps=4, eval__every=2, checkpoint__every=2)
+    settings |= {"lora__rank": 3, "losses__nucl__weight": 0.01}
+    config = config_of("nucl_finetune", f"{model},text,lora,nf4", **settings)
     results = training.run(config, root / "run")
     before, _ = SURGERIES["nf4"](load_model(model), {"targets": "attention/|ffn/"})
     return before, root / "run", results
@@ -48,18 +48,18 @@ def test_codes_stay_and_adapters_alone_are_checkpointed(trained):
 def test_folded_it_is_a_plain_model_of_the_same_function(trained, torch, tmp_path):
     import transformers
 
-    kept = load_model(trained[1] / "model")
-    plain, _ = SURGERIES["fold"](kept)
+    quantised = load_model(trained[1] / "model")
+    plain, _ = SURGERIES["fold"](quantised)
     left = {path.split("/")[-1] for path in flatten(plain.params)}
     assert left == {"kernel", "embedding", "scale"}
     tokens = np.arange(2, 30)[None]
-    ours = our_logits(kept.config, kept.params, tokens)
+    ours = our_logits(quantised.config, quantised.params, tokens)
     folded = our_logits(plain.config, plain.params, tokens)
     assert np.linalg.norm(folded - ours) <= 1e-5 * np.linalg.norm(ours)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(trained[1] / "model")
     with torch.no_grad():
-        found = theirs(torch.tensor(tokens)).logits.numpy()
-    assert np.linalg.norm(found - ours) <= 1e-5 * np.linalg.norm(ours)
+        their_logits = theirs(torch.tensor(tokens)).logits.numpy()
+    assert np.linalg.norm(their_logits - ours) <= 1e-5 * np.linalg.norm(ours)
 
 
 def test_a_quantised_base_does_not_train_by_itself(trained, tmp_path):
@@ -88,7 +88,7 @@ def test_a_saved_adapted_model_goes_on(trained, tmp_path):
 
 
 def test_what_cannot_act_refuses_by_name(trained):
-    kept = load_model(trained[1] / "model")
+    quantised = load_model(trained[1] / "model")
     codes = "holds codes or factors in place of kernels: fold"
     for name, settings, words in (
         ("prune", {"criterion": "entropy", "ratio": 0.25}, codes),
@@ -96,4 +96,4 @@ def test_what_cannot_act_refuses_by_name(trained):
         ("nf4", {"targets": "ffn/"}, "has adapters: quantise before"),
         ("lora", {"rank": 0, "alpha": 1.0, "targets": "ffn/"}, "rank=0"),
     ):
-        refused(words, SURGERIES[name], kept, settings)
+        refused(words, SURGERIES[name], quantised, settings)

@@ -169,9 +169,9 @@ def test_an_interrupted_run_ends_with_the_same_numbers(files, finished, tmp_path
         training.run(make_config(files), tmp_path / "b")
     assert stop.value.code == 143 and not (tmp_path / "b" / "results.json").exists()
     results = training.run(make_config(files), tmp_path / "b")
-    whole = finished[1]
+    uninterrupted = finished[1]
     for key in ("history", "best", "steps"):
-        assert results[key] == whole[key], key
+        assert results[key] == uninterrupted[key], key
     assert metrics(tmp_path / "b") == metrics(finished[0])
 
 

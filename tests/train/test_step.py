@@ -56,9 +56,9 @@ def test_accumulation_is_exact(parts):
     new, metrics = step(state, accumulated(batch, parts), values)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
     for path, grad in flatten(grads).items():
-        found = flatten(state.params)[path] - flatten(new.params)[path]
+        update = flatten(state.params)[path] - flatten(new.params)[path]
         scale = float(jnp.linalg.norm(grad))
-        assert float(jnp.linalg.norm(found - grad)) <= 1e-6 * scale + 1e-7, path
+        assert float(jnp.linalg.norm(update - grad)) <= 1e-6 * scale + 1e-7, path
     norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(grads)))
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-6)
     assert float(metrics["update_norm"]) == pytest.approx(norm, rel=1e-6)
@@ -88,11 +88,11 @@ def test_metrics_of_terms():
     batch, values = toy_batch(8), hyper()
     whole_step, state = build(donate=False)
     parts_step, _ = build(accumulation=4, donate=False)
-    _, whole = whole_step(state, accumulated(batch, 1), values)
+    _, at_once = whole_step(state, accumulated(batch, 1), values)
     _, parts = parts_step(state, accumulated(batch, 4), values)
-    assert 0 < float(whole["nll/accuracy"]) < 1
+    assert 0 < float(at_once["nll/accuracy"]) < 1
     for name in ("nll", "norm", "l1", "nll/accuracy"):
-        assert float(whole[name]) == pytest.approx(float(parts[name]), rel=1e-6), name
+        assert float(at_once[name]) == pytest.approx(float(parts[name]), rel=1e-6), name
     kernel = toy_params()["stack"]["segment_0"]["slot_0"]["ffn"]["down"]["kernel"]
     np.testing.assert_allclose(parts["l1/per_layer"], np.abs(kernel).sum((1, 2)), rtol=1e-6)
 
@@ -228,8 +228,8 @@ def test_refresh_reads_the_tree_but_is_not_stored():
     plain, _ = build(terms=(NLL,), donate=False)
     batch = accumulated(toy_batch(4), 1)
     new, halved = step(state, batch, hyper(beta=0.5, learning_rate=0.0))
-    _, whole = plain(state, batch, hyper())
-    assert float(halved["loss"]) != float(whole["loss"])
+    _, unscaled = plain(state, batch, hyper())
+    assert float(halved["loss"]) != float(unscaled["loss"])
     scales = (tree["final_norm"]["scale"] for tree in (new.params, toy_params()))
     np.testing.assert_array_equal(*scales)
 
@@ -239,8 +239,8 @@ def test_a_refresh_draws_once_an_optimiser_step(monkeypatch):
 
     def toy(params, step, key, values, train):
         scale = params["final_norm"]["scale"]
-        kept = jax.random.bernoulli(key, 0.5, scale.shape)
-        return params | {"final_norm": {"scale": scale * kept}}
+        mask = jax.random.bernoulli(key, 0.5, scale.shape)
+        return params | {"final_norm": {"scale": scale * mask}}
 
     monkeypatch.setitem(REFRESHES, "toy", lambda settings: toy)
     refresh = make_refresh({"toy": {}})
@@ -296,14 +296,14 @@ def test_evaluation_is_token_exact():
     batches = [toy_batch(rows, seed=rows) for rows in (2, 3, 2)]
     metrics = make_params_metrics(TERMS)
     evaluate = make_evaluator(make_eval_step(toy_forward, TERMS), metrics, lambda: iter(batches))
-    found = evaluate(params)
-    whole = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
-    value = NLL.function(params, toy_forward(params, whole), whole)
+    results = evaluate(params)
+    joined = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
+    value = NLL.function(params, toy_forward(params, joined), joined)
     nll = float(value.total / value.denominator)
-    assert found["validation/nll"] == pytest.approx(nll, rel=1e-6)
+    assert results["validation/nll"] == pytest.approx(nll, rel=1e-6)
     accuracy = float(value.metrics["accuracy"] / value.denominator)
-    assert found["validation/nll/accuracy"] == pytest.approx(accuracy)
-    assert found["validation/l1/per_layer"].shape == (2,)
+    assert results["validation/nll/accuracy"] == pytest.approx(accuracy)
+    assert results["validation/l1/per_layer"].shape == (2,)
     step = make_eval_step(toy_forward, TERMS)
     refused("empty", make_evaluator(step, None, lambda: iter([])), params)
     batches[0]["loss_mask"][:] = False
