@@ -22,8 +22,8 @@ from ffn_heterogeneity.wording import markdown_table
 
 BEGUN = ("train/loss",)  # of a report without curves: it shows which runs have begun
 UNTOLD = (
-    "Of several seeds, compared seed by seed, the 95% interval decides: a claim cannot be told "
-    "where the interval includes 0. With one seed only the sign decides."
+    "With several seeds a claim holds if the paired 95% interval excludes 0, and is open if it "
+    "includes 0. With one seed only the sign decides."
 )
 NAMES = ("panel", "value", "line", "seed")  # columns of a figure's points, before x and y
 

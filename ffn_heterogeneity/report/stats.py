@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 DRAWS = 10_000
-HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
+HOLDS, FAILS, OPEN = "holds", "does not hold", "open"
 TOLD = {True: HOLDS, False: FAILS}
 # Explanation of the brackets of a number, by its `Spread.how`.
 BRACKETS = {
