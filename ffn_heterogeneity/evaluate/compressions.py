@@ -162,7 +162,7 @@ def _others(settings: NtkSettings, model: Model):
         other, report = fuse(model, fusion)
         facts = {"kept_share": report["kept_share"]}
         ffn = dict(layer_leaves(other.params, "ffn"))[settings.layer]
-        if "neuron_scale" in ffn:  # the clusters' sizes
+        if fusion.method == "fusion":  # P: the clusters' sizes
             facts["largest_cluster"] = float(np.max(ffn["neuron_scale"]))
         yield fusion.method, other, facts
     for path in settings.against:

@@ -24,6 +24,7 @@ STAGES += tuple(f"{kind}_{i}." for kind in ("mask", "round") for i in (1, 2, 3))
 RATE = "optimizer.learning_rate"
 FREE = (*STAGES, RATE, "method", "size", "layers", "neurons")
 ON = ["model", "task", "chosen"]
+UNRANKED = ["structured", "bias_only", "random", "random_bias_only"]  # not in the paper's Table I
 DRAWN = ["fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd"]  # whose seed matters
 
 
@@ -269,7 +270,7 @@ def against_fusion(rows: Frame, on: list[str], sign: int) -> Frame:
 
 
 def closest_kernel(blocks: Frame) -> Frame:
-    rows = blocks.query("what == @NTK and method not in ['structured', 'bias_only']")
+    rows = blocks.query("what == @NTK and method not in @UNRANKED")
     return against_fusion(rows.assign(run_on=rows.model), ["run_on"], 1)
 
 

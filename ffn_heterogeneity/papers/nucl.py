@@ -24,6 +24,7 @@ REMOVAL = ("criterion", "reverse", "compensation", "layers", "protect", "lose", 
 REMOVAL += ("calibration_tokens", "sequential")
 SIZE = ("ratio", "count", "budget")
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "compute_dtype")
+EVALUATION += ("window_every", "document")
 CORPORA = ("wikitext", "c4", "pg19")  # known by the path of a text
 SIZES = {f"gemma{x}{n}b": f"{n}B" for n in (2, 9, 27) for x in ("2_", "-2-")}
 DATA = {"gsm8k": "GSM8K", "mbpp": "MBPP"}
@@ -47,8 +48,10 @@ def read_text(rows: Frame) -> Any:
 
 
 def windows(rows: Frame) -> Any:
-    """Text of the length of the windows that each run read."""
-    return ", windows of " + c.label(rows, "{:g}".format, "window")
+    """Text of the length of the windows that each run read, and of their distance."""
+    spread = rows.window_every.fillna(1).gt(1)
+    every = (", every " + rows.window_every.astype(str) + "th").where(spread, "")
+    return ", windows of " + c.label(rows, "{:g}".format, "window") + every
 
 
 def method_of(criterion, reverse, compensation, protect, lose, calibration, tokens, ordered) -> str:
