@@ -161,8 +161,8 @@ def _others(settings: NtkSettings, model: Model):
     for fusion in settings.fusions:
         other, report = fuse(model, fusion)
         facts = {"kept_share": report["kept_share"]}
-        ffn = dict(layer_leaves(other.params, "ffn"))[settings.layer]
         if fusion.method == "fusion":  # P: the clusters' sizes
+            ffn = dict(layer_leaves(other.params, "ffn"))[settings.layer]
             facts["largest_cluster"] = float(np.max(ffn["neuron_scale"]))
         yield fusion.method, other, facts
     for path in settings.against:
@@ -176,7 +176,7 @@ def _others(settings: NtkSettings, model: Model):
         other = dataclasses.replace(other, config=headed, params=params)
         yield epath.Path(path).name, other, {}
     yield BIAS, without_kernel(model, settings.layer), {}
-    for ratio in sorted({fusion.ratio for fusion in settings.fusions}):
+    for ratio in {fusion.ratio for fusion in settings.fusions}:  # one, or none without methods
         drawn = {"criterion": "random", "ratio": ratio, "layers": str(settings.layer)}
         other, _ = SURGERIES["prune"](model, drawn | {"seed": settings.seed})
         yield RANDOM, other, {"kept_share": 1 - ratio}

@@ -71,7 +71,7 @@ def weights_of(rows: Frame) -> Frame:
 
 
 def full(classifiers: Frame) -> Frame:
-    """Those on all blocks and rows."""
+    """Runs on all blocks and rows."""
     return classifiers.query("all_blocks and `data.fraction` in @WHOLE")
 
 

@@ -159,7 +159,7 @@ def _made(paper: Paper, key: str, texts: Mapping[str, Any], frames: dict[str, An
 
 
 def _result(paper: Paper, name: str, frames: dict[str, Any]) -> Any:
-    """What a function makes of the frames, or of others' results, that its parameters name."""
+    """Result of a function; its parameters name frames, or functions whose results it reads."""
     if name not in paper.functions:
         raise ValueError(f"no function is named {name!r}")
     function = paper.functions[name]

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def same(first, second):
-    """Whether two batches are equal bit by bit, dtypes included."""
+    """True if two batches are equal bit by bit, dtypes included."""
     pairs = [(first[key], second[key]) for key in first] if first.keys() == second.keys() else []
     return bool(pairs) and all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
 

@@ -71,7 +71,7 @@ def close(processes):
 
 
 def tokens_of(batch):
-    """How often each token is a target in a batch."""
+    """Count of each token among the targets of a batch."""
     return collections.Counter(batch["targets"][batch["loss_mask"]].tolist())
 
 

@@ -106,7 +106,7 @@ OTHERS += [(None, "down", "score"), ("svd", "down", "mask")]
 
 @pytest.mark.parametrize(("method", "name", "leaf"), OTHERS)
 def test_leaves_whose_gradients_are_others_are_refused(method, name, leaf):
-    """In every kernel of a block; also a mask on factors, whose gradients are no outer products."""
+    """Leaves of every kernel, and a mask on factors, whose gradients are no outer products."""
     model = tiny_reader("llama")
     if method:
         model, _ = fuse(model, {"method": method, "ratio": 0.5, "layers": str(LAYER)})

@@ -72,7 +72,7 @@ def test_read_back_equal(pruned, forms, form):
 
 
 def test_padded_in_transformers(torch, pruned, forms):
-    """In float64, where rounding of the two programs cannot hide an effect of padding."""
+    """Float64: rounding of the two programs cannot hide an effect of padding."""
     tokens = np.array([ids_of(pruned)])
     with torch.no_grad():
         theirs = torch_model(torch, forms["padded"]).double()(torch.tensor(tokens)).logits.numpy()

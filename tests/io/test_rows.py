@@ -28,7 +28,7 @@ NAMES = [
 
 
 def listed(what: str) -> bool:
-    """Whether the page has the name, alone or after the name of its measurement or loss."""
+    """True if the page has the name, alone or after the name of its measurement or loss."""
     what = what.removesuffix("/median")
     return any(name.fullmatch(form) for name in NAMES for form in (what, what.rpartition("/")[2]))
 
@@ -171,7 +171,7 @@ def test_archives_are_read_as_what_is_in_them(runs, tmp_path):
 
 @pytest.mark.parametrize("path", ARCHIVES, ids=lambda path: path.name.split(".tar")[0])
 def test_the_archives_that_are_kept(path):
-    """In runs of earlier versions, every name is listed and every run has its settings."""
+    """Runs of earlier versions: every name is listed, and every run has its settings."""
     frame = fh.results(path)
     assert not [what for what in frame.what.unique() if not listed(what)]
     with tarfile.open(path) as archive:

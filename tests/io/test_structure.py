@@ -61,7 +61,7 @@ def test_other_tools_read_the_same_function(kept, torch):
 
 
 def test_folded_is_the_same_function(kept, tmp_path):
-    """In float64, so that only the rounding of the folded weights is left."""
+    """Float64: only the rounding of the folded weights remains."""
     _, params = kept
     save_pretrained(LLAMA, params, tmp_path / "folded")
     config, folded = read_pretrained(tmp_path / "folded")

@@ -1,4 +1,4 @@
-"""How families name, split and reorder tensors, and what they reject."""
+"""Names, splits and orders of tensors in families, and their errors."""
 
 import dataclasses
 import math

@@ -125,7 +125,7 @@ def tiny(request, torch, tmp_path):
 
 
 def reread(directory):
-    """What transformers makes of our files."""
+    """Outputs of transformers on our files."""
     import transformers
 
     kind = transformers.AutoModelForCausalLM

@@ -51,7 +51,7 @@ def by_pattern(described: dict) -> dict[str, str]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_large_leaves_are_cut_and_only_known_small_ones_are_whole(optimizer):
-    """Of every preset's whole state: kernels, embeddings and their moments lie on both axes."""
+    """Every preset's state: kernels, embeddings and their moments are on both axes."""
     for config, _ in families.PRESETS.values():
         # RoBERTa's and GPT-2's vocabularies are odd: meshes that train them do not cut those.
         sizes = (2, 2, 2) if config.vocab_size % 2 == 0 else (4, 2, 1)
