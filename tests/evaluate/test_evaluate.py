@@ -52,6 +52,20 @@ def test_text_equals_torch(torch, model, text, tmp_path, bos):
     assert files == {"results.json", "rows.jsonl"}
 
 
+def test_every_second_window_is_saved_with_its_document(model, tmp_path):
+    text = "".join(f"# {i}\n{'ab' * (30 * i + 20)}\n" for i in range(4))  # a token per byte
+    (tmp_path / "text.txt").write_text(text)
+    spread = {"window": 20, "window_every": 2, "document": "^# "}
+    config = config_of("perplexity", model=str(model), text=str(tmp_path / "text.txt"), **spread)
+    results = run(config, tmp_path / "run")
+    middles = range(10, len(text) // 20 * 20, 40)
+    assert results["window_documents"] == [text[: i + 1].count("# ") for i in middles]
+    assert len(results["nll_windows"]) == len(middles) and results["window_documents"][-1] == 4
+    config.text, config.token_ids = "", str(tmp_path / "ids.npy")
+    np.save(config.token_ids, np.zeros((2, 5), int))
+    refused("needs text, got token_ids", run, config, tmp_path / "ids")
+
+
 @pytest.mark.parametrize("dtype", [np.int64, np.uint16])
 def test_token_ids_are_used_whole(torch, model, tmp_path, dtype):
     rows = np.random.default_rng(0).integers(0, 258, (5, 33)).astype(dtype)
