@@ -11,6 +11,8 @@ code, the norm has no gradient. It is computed without K':
 import jax
 import jax.numpy as jnp
 
+from ffn_heterogeneity.adapters.rows import of_rows
+
 
 def scale_kernel(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
     """K' [..., in, out] -> K''; a column of zeros stays zero."""
@@ -24,10 +26,10 @@ def scale_product(y, x, leaves: dict[str, jax.Array], kernel, dot, drop) -> jax.
         a, b = (jax.lax.stop_gradient(leaves[name]) for name in ("lora_a", "lora_b"))
         scale = jax.lax.stop_gradient(leaves["lora_scale"])
         kernel = jax.lax.stop_gradient(kernel)
-        turned = jnp.einsum("io,ir->ro", kernel, a, preferred_element_type=jnp.float32)
-        inner = jnp.einsum("ir,iq->rq", a, a, preferred_element_type=jnp.float32) @ b
-        squares += 2 * scale * jnp.sum(turned * b, 0) + scale**2 * jnp.sum(b * inner, 0)
-    return y * _factor(jnp.maximum(squares, 0.0), leaves).astype(y.dtype)
+        turned = jnp.einsum("...io,...ir->...ro", kernel, a, preferred_element_type=jnp.float32)
+        inner = jnp.einsum("...ir,...iq->...rq", a, a, preferred_element_type=jnp.float32) @ b
+        squares += 2 * scale * jnp.sum(turned * b, -2) + scale**2 * jnp.sum(b * inner, -2)
+    return y * of_rows(_factor(jnp.maximum(squares, 0.0), leaves), y, dot)
 
 
 def _factor(squares: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ffn_heterogeneity.adapters.rows import of_rows
 from ffn_heterogeneity.tree import nodes, replaced
 
 A, B, LOG_ALPHA = "gates_a", "gates_b", "gates_log_alpha"
@@ -54,7 +55,7 @@ def kernel(leaves: dict[str, jax.Array]) -> jax.Array:
 def product(y, x, leaves: dict[str, jax.Array], kernel, dot, drop) -> jax.Array:
     """((x A) * gate) B, without materializing the kernel."""
     thin = dot(x, leaves[A])
-    return dot(thin * gate(leaves).astype(thin.dtype), leaves[B])
+    return dot(thin * of_rows(gate(leaves), thin, dot), leaves[B])
 
 
 def refresh(settings: Mapping[str, Any]) -> Callable[..., dict]:

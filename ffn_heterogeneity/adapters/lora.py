@@ -7,6 +7,8 @@ A [in, r] and B [r, out] train; the scale s = alpha / r is a leaf [1]. Initially
 import jax
 import jax.numpy as jnp
 
+from ffn_heterogeneity.adapters.rows import of_rows
+
 
 def add_to_kernel(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
     """K + s A B, [..., in, out], in the wider of the two dtypes."""
@@ -16,9 +18,8 @@ def add_to_kernel(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
 
 def add_to_product(y, x, leaves: dict[str, jax.Array], kernel, dot, drop) -> jax.Array:
     """y + s (drop(x) A) B: 2 r (in + out) operations per token, in addition to K's 2 in out."""
-    return y + leaves["lora_scale"].astype(y.dtype) * dot(
-        dot(drop(x), leaves["lora_a"]), leaves["lora_b"]
-    )
+    scale = of_rows(leaves["lora_scale"], y, dot)
+    return y + scale * dot(dot(drop(x), leaves["lora_a"]), leaves["lora_b"])
 
 
 def init(key: jax.Array, kernel, rank: int, alpha: float) -> dict[str, jax.Array]:

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ffn_heterogeneity.models.attention import Attention
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.experts import Experts, Routing
 from ffn_heterogeneity.models.feed_forward import FeedForward
 from ffn_heterogeneity.models.kept import keep
 from ffn_heterogeneity.models.linear import dropout as dropout
@@ -33,7 +34,8 @@ class LayerIO:
         its post-norm), [B, T, D].
       middle: the residual stream between the two branches, [B, T, D].
       ffn_input: the FFN's input (after its norm), [B, T, D].
-      ffn_state: h, the intermediate state, before `neuron_scale`, [B, T, M].
+      ffn_state: h, the intermediate state, before `neuron_scale`, [B, T, M]; None in a layer with
+        experts (`require_state`).
       ffn_output: the FFN's output, before its post-norm, [B, T, D].
       attention_weights: float32 [B, K, N/K, T, S]; None unless a probe needs "attention_weights".
       sink_weights: attention to the row's first token, float32 [B, T, N]; None unless a probe needs
@@ -43,6 +45,7 @@ class LayerIO:
         "block_cosine". Its gradient recomputes nothing (models/block_cosine.py).
       is_last: whether this is the model's last layer; a traced bool, since repeats share a body.
       final_norm: the model's final norm, x [..., D] -> [..., D].
+      routing: the router's choices, in a layer with experts.
     """
 
     block_input: jax.Array
@@ -51,7 +54,7 @@ class LayerIO:
     middle: jax.Array
     block_output: jax.Array
     ffn_input: jax.Array
-    ffn_state: jax.Array
+    ffn_state: jax.Array | None
     ffn_output: jax.Array
     attention_weights: jax.Array | None = None
     sink_weights: jax.Array | None = None
@@ -59,6 +62,20 @@ class LayerIO:
     block_cosine: jax.Array | None = None
     is_last: jax.Array | None = None
     final_norm: Callable[[jax.Array], jax.Array] | None = None
+    routing: Routing | None = None
+
+    def require_state(self) -> jax.Array:
+        """Return `ffn_state`.
+
+        Raises:
+          ValueError: the layer has experts, of which each has its own state of its own tokens.
+        """
+        if self.ffn_state is None:
+            raise ValueError(
+                "a layer with experts has no intermediate state of all tokens, which this analysis "
+                "or surgery reads: it supports dense models"
+            )
+        return self.ffn_state
 
 
 class Block(nn.Module):
@@ -109,7 +126,9 @@ class Block(nn.Module):
             ffn_input = norm("ffn_norm")(x_btd if config.parallel_residual else middle)
         else:
             ffn_input = middle = norm("attention_norm")(middle)
-        ffn_output, ffn_state = FeedForward(config, self.layer, self.options, name="ffn")(ffn_input)
+        feed_forward = FeedForward if self.layer.experts is None else Experts
+        ffn_output, inside = feed_forward(config, self.layer, self.options, name="ffn")(ffn_input)
+        routing = inside if isinstance(inside, Routing) else None
         output = middle + branch(ffn_output, "post_ffn_norm", 1)
         if not before:
             output = norm("ffn_norm")(output)
@@ -120,10 +139,11 @@ class Block(nn.Module):
             middle,
             output,
             ffn_input,
-            ffn_state,
+            None if routing else inside,
             ffn_output,
             weights if self.with_attention_weights else None,
             weights if self.with_sinks else None,
             cache,
+            routing=routing,
         )
         return output, seen

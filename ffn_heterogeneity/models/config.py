@@ -13,12 +13,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ffn_heterogeneity.models.layer_config import ConfigError as ConfigError
+from ffn_heterogeneity.models.layer_config import LayerConfig as LayerConfig
+from ffn_heterogeneity.models.layer_config import RopeConfig as RopeConfig
+from ffn_heterogeneity.models.layer_config import check_count as check_count
 from ffn_heterogeneity.wording import check_choice, check_number, naming
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-FFN_KINDS = ("gated", "plain")
 NORM_KINDS = ("rms", "layer", "layer_without_parameters")
-NORM_PLACEMENTS = ("pre", "post")
 POSITIONS = ("rotary", "learned")
 
 
@@ -27,58 +29,6 @@ _THEIRS = {"hidden_size": "d_model", "num_hidden_layers": "n_layers"}
 _THEIRS |= {"num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads"}
 _THEIRS |= {"max_position_embeddings": "max_position", "tie_word_embeddings": "tied"}
 _THEIRS |= {"bos_token_id": "bos_id", "eos_token_id": "eos_id", "pad_token_id": "pad_id"}
-
-
-class ConfigError(ValueError):
-    """An invalid model configuration; the message names the field and value."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding of one kind of layer.
-
-    Attributes:
-      theta: base of the inverse frequencies, theta ** (-2i / head_dim).
-      linear_factor: positions are divided by it (1.0: none).
-      llama3: `(factor, low_freq_factor, high_freq_factor, original_max_position)` of Llama 3.1's
-        frequency-dependent scaling, or None.
-      fraction: fraction of each head's dimensions, from its beginning, that is rotated (GPT-NeoX:
-        0.25); the frequencies are then theta ** (-2i / rotated).
-    """
-
-    theta: float = 10_000.0
-    linear_factor: float = 1.0
-    llama3: tuple[float, float, float, int] | None = None
-    fraction: float = 1.0
-
-    def rotated(self, head_dim: int) -> int:
-        """The number of `head_dim` dimensions that are rotated."""
-        return int(head_dim * self.fraction)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerConfig:
-    """The settings that may differ from layer to layer.
-
-    Attributes:
-      ffn_width: m, the number of inner neurons of the feed-forward block.
-      ffn_kind: "gated" (act(x G) * (x U)) W, or "plain" act(x U) W.
-      window: sliding-window size: position t sees t - window < s <= t; None sees all s <= t.
-      rope: the layer's rotary embedding, or None.
-      causal: False: position t also sees later positions, with a window those with |t - s| <
-        window.
-      norm_placement: "pre", x + f(norm(x)), or "post", norm(x + f(x)), for attention and FFN. (A
-        layer's setting, because Mix-LN has both in one model.)
-      experts: number of feed-forward blocks, equally wide; None: one, without a router.
-    """
-
-    ffn_width: int
-    ffn_kind: str = "gated"
-    window: int | None = None
-    rope: RopeConfig | None = RopeConfig()
-    causal: bool = True
-    norm_placement: str = "pre"
-    experts: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,16 +170,10 @@ class ModelConfig:
                 check_count(name, value, 0)
 
     def _check_layer(self, i: int, layer: LayerConfig) -> None:
-        check_choice(f"layer {i}: ffn_kind", layer.ffn_kind, FFN_KINDS, ConfigError)
-        check_count(f"layer {i}: ffn_width", layer.ffn_width, 1)
-        for name in ("window", "experts"):
-            if (value := getattr(layer, name)) is not None:
-                check_count(f"layer {i}: {name}", value, 1)
+        layer.check(f"layer {i}")
         if self.lm_head and not layer.causal:
             raise ConfigError(f"layer {i}: causal=False sees the next word: set lm_head=False")
-        placement = layer.norm_placement
-        check_choice(f"layer {i}: norm_placement", placement, NORM_PLACEMENTS, ConfigError)
-        if placement == "post" and (self.parallel_residual or self.post_norms):
+        if layer.norm_placement == "post" and (self.parallel_residual or self.post_norms):
             raise ConfigError(
                 f"layer {i}: norm_placement='post' works with neither parallel_residual="
                 f"{self.parallel_residual} nor post_norms={self.post_norms}"
@@ -331,13 +275,6 @@ class ModelConfig:
 def config_to_dict(config: ModelConfig) -> dict:
     """JSON-ready dict; `config_from_dict` is its inverse."""
     return dataclasses.asdict(config)
-
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Check that a value is a count that an array's axis can have."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
-        kind = "is not a positive whole number" if least else "must be an integer from 0 on"
-        raise ConfigError(f"{name}={value!r:.60} {kind}, below 2^31")
 
 
 def config_from_dict(values: dict) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""The feed-forward block."""
+"""The feed-forward block of a layer without experts."""
 
 import functools
 from collections.abc import Callable
@@ -51,8 +51,6 @@ class FeedForward(nn.Module):
     def __call__(self, x_btd: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [B, T, D] -> (y [B, T, D], intermediate state h [B, T, M])."""
         config, width = self.config, self.layer.ffn_width
-        if self.layer.experts is not None:
-            raise ValueError(f"experts={self.layer.experts}: experts are not supported yet")
         act = ACTIVATIONS[config.activation]
         linear = functools.partial(Linear, options=self.options)
         up_btm = linear(width, config.ffn_bias, name="up")(x_btd)

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import segmentation, slots
-from ffn_heterogeneity.tree import AUXILIARY, Leaf, LeafError, flatten, unflatten, weights
+from ffn_heterogeneity.tree import AUXILIARY, Leaf, LeafError, data, flatten, unflatten, weights
 
 Declared = Iterator[tuple[str, Leaf]]
 # Further roots of a tree -> functions that declare the leaves below them (heads add theirs).
@@ -29,8 +30,10 @@ ROOTS: dict[str, Callable[[ModelConfig], Mapping[str, Leaf]]] = {}
 normal_init = jax.nn.initializers.normal(stddev=0.02)
 
 
-def _linear(path: str, fan_in: str, fan_out: str, bias: bool, *lead: str, **more: Any) -> Declared:
-    yield f"{path}/kernel", weights(*lead, fan_in, fan_out)
+def _linear(
+    path: str, fan_in: str, fan_out: str, bias: bool, *lead: str, reads: float = 1.0, **more: Any
+) -> Declared:
+    yield f"{path}/kernel", weights(*lead, fan_in, fan_out, reads=reads)
     if bias:
         yield f"{path}/bias", Leaf((*lead, fan_out), 0.0, **more)
 
@@ -48,6 +51,7 @@ def inner_leaves(config: ModelConfig, layer: LayerConfig) -> Declared:
     In a layer with experts, leaves that each expert has have "expert" as their first axis.
     """
     lead = () if layer.experts is None else ("expert",)
+    reads = {"reads": layer.read_share}
     yield from _norm("attention_norm", "d_model", config)
     for name, out in (("q", "queries"), ("k", "keys"), ("v", "keys")):
         yield from _linear(f"attention/{name}", "d_model", out, config.attention_bias)
@@ -58,14 +62,22 @@ def inner_leaves(config: ModelConfig, layer: LayerConfig) -> Declared:
         yield from _norm("post_attention_norm", "d_model", config)
     yield from _norm("ffn_norm", "d_model", config)
     if lead:
-        yield from _linear("ffn/router", "d_model", "route", bias=False)
+        yield from _router(layer)
     for name in ("gate", "up") if layer.ffn_kind == "gated" else ("up",):
-        yield from _linear(f"ffn/{name}", "d_model", "neurons", config.ffn_bias, *lead)
-    yield from _linear("ffn/down", "neurons", "d_model", config.ffn_bias, *lead)
+        yield from _linear(f"ffn/{name}", "d_model", "neurons", config.ffn_bias, *lead, **reads)
+    yield from _linear("ffn/down", "neurons", "d_model", config.ffn_bias, *lead, **reads)
     if config.post_norms:
         yield from _norm("post_ffn_norm", "d_model", config)
     for name, leaf in FFN_LEAVES.items():
         yield f"ffn/{name}", leaf.of(axes=(*lead, *leaf.axes), optional=True)
+
+
+def _router(layer: LayerConfig) -> Declared:
+    columns = "d_model"
+    if layer.router == "mlp":
+        yield from _linear("ffn/router/hidden", columns, columns := "route", bias=False)
+    yield from _linear("ffn/router", columns, "route", bias=False)
+    yield "ffn/expert_of", data("route", numbers="expert", dtype=np.int32)
 
 
 def _before(config: ModelConfig) -> Declared:
@@ -106,8 +118,8 @@ def sizes(config: ModelConfig, layer: LayerConfig | None = None) -> dict[str, in
         "layers": config.n_layers,
     }
     if layer is not None:
-        experts = layer.experts or 0
-        dimensions |= {"neurons": layer.ffn_width, "expert": experts, "route": experts}
+        dimensions |= {"neurons": layer.ffn_width, "expert": layer.experts or 0}
+        dimensions["route"] = layer.columns
     return dimensions
 
 

@@ -34,6 +34,7 @@ class RunOptions:
         embedding table [V, D]; None leaves them to XLA.
       cache: on a mesh, sharding of a layer's keys and values in generation, [B, K, ...].
       adapter_dropout: dropout rate of adapters' inputs in training.
+      dispatch: "auto" or one of `models.dispatch.DISPATCHES`, for layers with experts.
     """
 
     compute_dtype: Any = jnp.float32
@@ -46,6 +47,7 @@ class RunOptions:
     table: jax.sharding.Sharding | None = None
     cache: jax.sharding.NamedSharding | None = None
     adapter_dropout: float = 0.0
+    dispatch: str = "auto"
 
     @property
     def on(self) -> str:

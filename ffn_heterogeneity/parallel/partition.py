@@ -18,10 +18,10 @@ from ffn_heterogeneity.wording import naming
 
 MESH_AXES = ("data", "fsdp", "tensor")
 # Dimension of a leaf -> the mesh axis that shards it; other dimensions are replicated. "fsdp"
-# shards the model width, "tensor" heads, inner neurons and vocabulary. Layers are not sharded,
-# because the scan slices them; nor are experts. NF4's codes hold two inputs per byte
-# ("neurons/half"): a mesh that shards a kernel's inputs must divide half of them.
-CUT = dict.fromkeys(("neurons", "queries", "keys", "vocab", "pooled"), "tensor")
+# shards the model width, "tensor" heads, experts or inner neurons, and vocabulary. Layers are not
+# sharded, because the scan slices them. NF4's codes hold two inputs per byte ("neurons/half"): a
+# mesh that shards a kernel's inputs must divide half of them.
+CUT = dict.fromkeys(("expert", "neurons", "queries", "keys", "vocab", "pooled"), "tensor")
 CUT["d_model"] = "fsdp"
 
 
@@ -141,11 +141,19 @@ def mesh_sizes(data: int, fsdp: int, tensor: int, count: int) -> tuple[int, ...]
     return tuple(sizes)
 
 
-def spec_of(leaf: Leaf) -> PartitionSpec:
-    """The mesh axes that shard the axes of a leaf."""
+def spec_of(leaf: Leaf, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The mesh axes that shard the axes of a leaf.
+
+    Experts are sharded if "tensor" divides their number, otherwise their neurons.
+    """
     if not leaf.cut:
         return PartitionSpec()
-    return PartitionSpec(*(CUT.get(axis.removesuffix("/half")) for axis in leaf.axes))
+    spec: list[str | None] = []
+    for axis, size in zip(leaf.axes, shape, strict=True):
+        cut = CUT.get(axis.removesuffix("/half"))
+        whole = cut in spec or axis == "expert" and size % mesh.shape["tensor"]
+        spec.append(None if whole else cut)
+    return PartitionSpec(*spec)
 
 
 def shardings(mesh: Mesh | AbstractMesh, tree: Any, leaves: Mapping[str, Leaf]) -> Any:
@@ -159,7 +167,7 @@ def shardings(mesh: Mesh | AbstractMesh, tree: Any, leaves: Mapping[str, Leaf]) 
     """
     placed = {}
     for path, array in flatten(tree).items():
-        spec = spec_of(leaves[path])
+        spec = spec_of(leaves[path], array.shape, mesh)
         for size, axis, cut in zip(array.shape, leaves[path].axes, spec, strict=False):
             if cut and size % mesh.shape[cut]:
                 raise RuleError(

@@ -49,6 +49,7 @@ def largest(x_btm: jax.Array) -> dict[str, jax.Array]:
 
 def _magnitudes(seen: LayerIO, batch: dict, per_layer: Any) -> dict[str, dict[str, jax.Array]]:
     real_bt = counted_tokens(batch, seen.block_input.shape[:2])["all"][..., None]
+    seen.require_state()
     return {
         name: largest(jnp.where(real_bt, getattr(seen, field), 0.0))
         for name, field in STATES.items()

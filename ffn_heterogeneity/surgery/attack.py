@@ -135,7 +135,7 @@ def _every_state(width: int) -> Probe:
     """|h| of each row's first token, float32 [B, width]."""
 
     def function(seen, batch, per_layer):
-        magnitudes = jnp.abs(seen.ffn_state[:, 0].astype(jnp.float32))
+        magnitudes = jnp.abs(seen.require_state()[:, 0].astype(jnp.float32))
         return jnp.pad(magnitudes, ((0, 0), (0, width - magnitudes.shape[-1])))
 
     return Probe("ffn_state", function, kind="example")

@@ -62,7 +62,7 @@ def _sums_of(width: int) -> Probe:
 
     def function(seen, batch, per_layer):
         real = (batch["segment_ids"][:, 1:] > 0).astype(jnp.float32)
-        state = seen.ffn_state[:, 1:].astype(jnp.float32) * real[..., None]
+        state = seen.require_state()[:, 1:].astype(jnp.float32) * real[..., None]
         state = jnp.pad(state, ((0, 0), (0, 0), (0, width - state.shape[-1])))
         sums = {"sum": state, "size": jnp.abs(state), "square": state**2}
         sums = {name: jnp.sum(values, (0, 1)) for name, values in sums.items()}

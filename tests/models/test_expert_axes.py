@@ -1,6 +1,6 @@
 """Leaves of experts, [E, in, out]: code that uses axis names, where positions would be wrong.
 
-No forward pass uses experts yet; their leaves are declared, so unsupported ones are an error.
+Leaves are declared, so one that an operation does not support is an error.
 """
 
 import dataclasses
@@ -59,8 +59,6 @@ def test_what_is_declared_is_what_a_fresh_model_has():
     assert up.shape == (L, E, D, M) and all_differ(up)
     sizes = {path: leaf.size for path, leaf in flatten(params).items()}
     assert count_parameters(SPARSE)["total"] == sum(sizes.values())
-    with pytest.raises(ValueError, match="experts=4: experts are not supported"):
-        causal_lm.forward(SPARSE, params, {"tokens": np.zeros((1, 3), np.int32)})
     mixed = dataclasses.replace(LLAMA, layers=(*LLAMA.layers[:2], *SPARSE.layers[2:]))
     refused("layer 0: experts=0", sparse, error=ConfigError, experts=0)
     assert set(causal_lm.init(mixed, jax.random.key(0))["stack"]) == {"segment_0", "segment_1"}
@@ -110,13 +108,18 @@ def test_nucl_of_chosen_layers_is_of_all_their_experts(target):
     np.testing.assert_allclose(means["mean"], (totals[1] + totals[3]) / (2 * E * M), rtol=1e-5)
 
 
-def test_a_mesh_cuts_no_experts():
-    params = causal_lm.abstract_params(dataclasses.replace(SPARSE, vocab_size=32))
+@pytest.mark.parametrize("experts, cut", [(4, "expert"), (5, "neurons")])
+def test_a_mesh_cuts_experts_or_their_neurons(experts, cut):
+    config = sparse(dataclasses.replace(LLAMA, vocab_size=32), experts)
+    params = causal_lm.abstract_params(config)
     mesh = partition.abstract_mesh(2, 2, 2)
-    placed = flatten(partition.shardings(mesh, params, declared(SPARSE, params)))
+    leaves = declared(config, params)
+    placed = flatten(partition.shardings(mesh, params, leaves))
     slot = "stack/segment_0/slot_0/ffn"
-    assert tuple(placed[f"{slot}/up/kernel"].spec) == (None, None, "fsdp", "tensor")
-    assert tuple(placed[f"{slot}/down/kernel"].spec) == (None, None, "tensor", "fsdp")
+    for name in ("up", "down"):
+        axes = leaves[f"{slot}/{name}/kernel"].axes
+        wanted = tuple({cut: "tensor", "d_model": "fsdp"}.get(axis) for axis in axes)
+        assert tuple(placed[f"{slot}/{name}/kernel"].spec) == wanted
     assert tuple(placed[f"{slot}/router/kernel"].spec) == (None, "fsdp", None)
 
 

@@ -68,8 +68,11 @@ def test_trainable_mask():
 def test_what_a_full_model_decays_and_where_it_is_cut():
     params = causal_lm.abstract_params(full_config())
     leaves = declared(full_config(), params)
-    specs = {path: partition.spec_of(leaf) for path, leaf in leaves.items()}
-    assert set(specs) == set(flatten(params))
+    mesh, arrays = partition.abstract_mesh(2, 2, 2), flatten(params)
+    specs = {
+        path: partition.spec_of(leaf, arrays[path].shape, mesh) for path, leaf in leaves.items()
+    }
+    assert set(specs) == set(arrays)
     slot = "stack/segment_0/slot_0"
     assert specs[f"{slot}/ffn/down/kernel"] == PartitionSpec(None, "tensor", "fsdp")
     assert specs[f"{slot}/ffn/gate/kernel"] == PartitionSpec(None, "fsdp", "tensor")
@@ -82,8 +85,9 @@ def test_what_a_full_model_decays_and_where_it_is_cut():
 
 
 def test_the_cross_entropy_cuts_its_kernel_as_it_is_declared():
-    leaves = outer_leaves(full_config())
-    specs = {path: partition.spec_of(leaves[path]) for path in ("embed/embedding", "head/kernel")}
+    leaves, mesh = outer_leaves(full_config()), partition.abstract_mesh(2, 2, 2)
+    paths = ("embed/embedding", "head/kernel")
+    specs = {path: partition.spec_of(leaves[path], (32, 32), mesh) for path in paths}
     assert specs == {"embed/embedding": KERNEL_SPECS["vd"], "head/kernel": KERNEL_SPECS["dv"]}
 
 

@@ -1,0 +1,215 @@
+"""Experts: a layer with several feed-forward blocks, of which a router chooses some per token.
+
+    p = softmax(x R);   y = sum over the top_k columns r of g_r FFN_e(r)(x)
+
+in float32 for the router, with g_r = p_r / (sum of the chosen p) ("renormalized"), p_r ("softmax")
+or 1 ("none"), and e(r) = shared + r, or the leaf `expert_of`. Shared experts see every token with
+gate 1. No token is dropped.
+"""
+
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from ffn_heterogeneity.adapters import FFN_LEAVES, is_linear, neuron_factor
+from ffn_heterogeneity.adapters.rows import of_rows
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.dispatch import (
+    chosen_dispatch,
+    grouped_product,
+    grouping,
+    permuted,
+)
+from ffn_heterogeneity.models.feed_forward import ACTIVATIONS
+from ffn_heterogeneity.models.leaves import find, inner_leaves, shape_of, sizes
+from ffn_heterogeneity.models.linear import DROP, applied, dropout, product
+from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.parallel.partition import batch_sharding, spec_of
+from ffn_heterogeneity.tree import LeafError, flatten, subtree, unflatten
+
+
+class Routing(NamedTuple):
+    """Choices of a router with R columns, k of them per token.
+
+    Attributes:
+      logits: float32 [B, T, R].
+      columns: the chosen columns, int32 [B, T, k].
+      gates: the factors of the experts' outputs, float32 [B, T, k].
+    """
+
+    logits: jax.Array
+    columns: jax.Array
+    gates: jax.Array
+
+
+def route(layer: LayerConfig, router: Mapping[str, Any], x_btd: jax.Array) -> Routing:
+    """Choose the columns of each token.
+
+    Args:
+      router: leaves of `ffn/router`, with adapters.
+    """
+    x = x_btd.reshape(-1, x_btd.shape[-1])
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if layer.router == "mlp":
+        x = jnp.tanh(product(router["hidden"], x, _wide_dot))
+    logits = product({k: v for k, v in router.items() if k != "hidden"}, x, _wide_dot)
+    logits = logits.reshape(*x_btd.shape[:-1], -1)
+    gates, columns = jax.lax.top_k(jax.nn.softmax(logits), layer.top_k)
+    if layer.gates == "renormalized":
+        gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+    elif layer.gates == "none":
+        gates = jnp.ones_like(gates)
+    return Routing(logits, columns, gates)
+
+
+def _wide_dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x @ w.astype(x.dtype)
+
+
+class Experts(nn.Module):
+    """The sum of the chosen experts' outputs, each h W with h = act(x G) * (x U) or act(x U).
+
+    On a mesh (`options.activations`) every device computes its examples' rows with its experts, or
+    with its neurons of all experts if the mesh's "tensor" axis does not divide their number; one
+    sum over "tensor" follows.
+    """
+
+    config: ModelConfig
+    layer: LayerConfig
+    options: RunOptions = RunOptions()
+
+    @nn.compact
+    def __call__(self, x_btd: jax.Array) -> tuple[jax.Array, Routing]:
+        """x [B, T, D] -> (y [B, T, D], Routing)."""
+        layer, leaves = self.layer, self._leaves()
+        routing = route(layer, leaves.pop("router"), x_btd)
+        expert_of = leaves.pop("expert_of", layer.shared + jnp.arange(layer.columns))
+        experts, gates = expert_of[routing.columns], routing.gates
+        if layer.shared:  # as further choices of every token
+            always = jnp.broadcast_to(
+                jnp.arange(layer.shared, dtype=experts.dtype), (*experts.shape[:-1], layer.shared)
+            )
+            experts = jnp.concatenate([experts, always], axis=-1)
+            gates = jnp.concatenate([gates, jnp.ones(always.shape, gates.dtype)], axis=-1)
+        # Adapters of kernels are applied before a mesh shards them: codes cannot be sharded alike.
+        leaves = {k: applied(v) if isinstance(v, dict) else v for k, v in leaves.items()}
+        key = self.make_rng(DROP) if self.options.adapter_dropout and self.has_rng(DROP) else None
+        mesh = getattr(self.options.activations, "mesh", None)
+        run = functools.partial(_chosen_experts, self.config, layer, self.options)
+        if mesh is not None:
+            run = self._on_mesh(run, mesh, leaves)
+        return self.perturb("output", run(leaves, x_btd, experts, gates, key)), routing
+
+    def _leaves(self) -> dict[str, Any]:
+        """Leaves of the layer, nested.
+
+        Raises:
+          ValueError: one is missing, or has another shape.
+        """
+        layer, given = self.layer, self.variables["params"]
+        sized = sizes(self.config, layer)
+        merged = layer.columns + layer.shared != layer.experts
+        for path, leaf in inner_leaves(self.config, layer):
+            if (
+                not path.startswith("ffn/")
+                or leaf.optional
+                and not (merged and "route" in leaf.axes)
+            ):
+                continue
+            path, shape = path.removeprefix("ffn/"), shape_of(leaf, sized)
+            value, module = subtree(given, path), subtree(given, path.rpartition("/")[0])
+            if value is None and module and is_linear(module):
+                continue  # codes or factors in place of a kernel
+            name = "/".join((*self.path, path))
+            if value is None:
+                raise ValueError(f"missing parameter {name} of shape {shape}")
+            if value.shape != shape:
+                raise ValueError(f"{name} has shape {value.shape}, expected {shape}")
+        return dict(given)
+
+    def _on_mesh(self, run: Any, mesh: Mesh, leaves: dict[str, Any]) -> Any:
+        """The function `run` on every device with its examples and its part of the leaves.
+
+        Raises:
+          LeafError: neurons are sharded, and a leaf depends on all of them.
+        """
+        table, specs = dict(inner_leaves(self.config, self.layer)), {}
+        for path, array in flatten(leaves).items():
+            leaf = find(table, f"ffn/{path}")
+            assert leaf is not None
+            cut = [axis == "tensor" for axis in spec_of(leaf, array.shape, mesh)]
+            specs[path] = PartitionSpec(*("tensor" if one else None for one in cut))
+            of_neurons = leaf.depends_on("neurons") or path == "down/bias"
+            if mesh.shape["tensor"] > 1 and of_neurons and "expert" in leaf.axes and not any(cut):
+                raise LeafError(
+                    f"ffn/{path} depends on all neurons, which the mesh shards: choose a tensor "
+                    f"axis that divides the {self.layer.experts} experts"
+                )
+        by_expert = (self.layer.experts or 0) % mesh.shape["tensor"] == 0
+
+        def local(leaves: Any, x_btd: jax.Array, experts: Any, gates: Any, key: Any) -> jax.Array:
+            part = jax.lax.axis_index("tensor") if by_expert else 0
+            if key is not None:
+                key = jax.random.fold_in(key, jax.lax.axis_index(mesh.axis_names))
+            return jax.lax.psum(run(leaves, x_btd, experts, gates, key, part), "tensor")
+
+        batch = batch_sharding(mesh, accumulated=False).spec
+        in_specs = (unflatten(specs), batch, batch, batch, PartitionSpec())
+        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=batch, check_vma=False)
+
+
+def _chosen_experts(
+    config: ModelConfig,
+    layer: LayerConfig,
+    options: RunOptions,
+    leaves: Mapping[str, Any],
+    x_btd: jax.Array,
+    experts_btk: jax.Array,
+    gates_btk: jax.Array,
+    key: jax.Array | None,
+    part: Any = 0,
+) -> jax.Array:
+    """Sum of gate times output over each token's experts, [B, T, D].
+
+    Args:
+      leaves: those of all experts, or of a device's.
+      key: for the adapters' dropout, or None.
+      part: number of the part of the experts that the leaves are; the others' outputs are left out.
+    """
+    copies, width = experts_btk.shape[-1], x_btd.shape[-1]
+    count = len(jax.tree.leaves(leaves["down"])[0])
+    local = experts_btk.reshape(-1) - part * count
+    local = jnp.where((local >= 0) & (local < count), local, count)
+    order, inverse, sizes_e = grouping(local, count)
+    dispatch = chosen_dispatch(options.dispatch, options.on)
+    dot = functools.partial(grouped_product, sizes_e=sizes_e, dispatch=dispatch)
+    draws = itertools.count()
+
+    def drop(x: jax.Array) -> jax.Array:
+        if key is None:
+            return x
+        return dropout(
+            x, jax.random.fold_in(key, next(draws)), jnp.float32(options.adapter_dropout)
+        )
+
+    def linear(name: str, x: jax.Array) -> jax.Array:
+        y = product(leaves[name], x, dot, drop)
+        bias = leaves[name].get("bias")
+        return y if bias is None else y + of_rows(bias, y, dot)
+
+    rows = permuted(x_btd.reshape(-1, width), order, inverse, copies)
+    act = ACTIVATIONS[config.activation]
+    up = linear("up", rows)
+    state = act(linear("gate", rows)) * up if layer.ffn_kind == "gated" else act(up)
+    scale = neuron_factor({name: leaves.get(name) for name in FFN_LEAVES})
+    state = state if scale is None else state * of_rows(scale, state, dot)
+    y_nkd = permuted(linear("down", state), inverse, order, 1).reshape(-1, copies, width)
+    gates_nk = gates_btk.reshape(-1, copies)
+    y_nd = jnp.einsum("nkd,nk->nd", y_nkd, gates_nk, preferred_element_type=gates_nk.dtype)
+    return y_nd.astype(x_btd.dtype).reshape(x_btd.shape)
