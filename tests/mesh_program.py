@@ -1,6 +1,6 @@
 """A program for eight devices: meshes compared with one device, results as JSON.
 
-python tests/mesh_program.py meshes | encoders | five | generation | nucl | nll | fsdp
+python tests/mesh_program.py meshes | encoders | experts | five | generation | nucl | nll | fsdp
 """
 
 import dataclasses
@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import test_five
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import LLAMA, batch_of, random_params, starting_from, tiny_of
+from tiny_models import LLAMA, batch_of, random_params, starting_from, tiny_of, with_experts
 
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
+from ffn_heterogeneity.losses.router import load_balance_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
@@ -30,6 +31,7 @@ from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.surgery import SURGERIES, kmeans
+from ffn_heterogeneity.surgery.adapt import insert_lora
 from ffn_heterogeneity.train.hlo import collectives
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.plan import plan
@@ -168,6 +170,52 @@ def encoders() -> dict:
         value, gradient = run(shape)
         errors[str(shape)] = max(abs(value / alone - 1), worst(reference, gradient))
     return errors
+
+
+@jax.enable_x64(True)
+def experts() -> dict:
+    """Errors of loss and gradient, and all-gathers, of layers with experts and LoRA.
+
+    8 experts are sharded; 6 are not divided by four, so their neurons are.
+    """
+    results = {}
+    for count, shapes in ((8, ((1, 2, 4), (2, 2, 2))), (6, ((1, 2, 4),))):
+        small = dataclasses.replace(LLAMA, vocab_size=32, layers=LLAMA.layers[:2])
+        config = with_experts(small, count)
+        model = Model(config, random_params(config), None, "")
+        model, _ = insert_lora(model, {"rank": 2, "targets": "ffn/(up|down)"})
+        params = jax.tree.map_with_path(
+            lambda path, x: np.asarray(x, np.float64) + 0.1 * ("lora_b" in str(path)), model.params
+        )
+        values = {shape: _of_experts(config, params, shape) for shape in ((1, 1, 1), *shapes)}
+        one, reference, _ = values.pop((1, 1, 1))
+        for shape, (value, gradient, traffic) in values.items():
+            results[f"{count} {shape}"] = {
+                "loss": abs(value / one - 1),
+                "gradient": worst(reference, gradient),
+                "gathered": [x for kind, found in traffic if kind == "all-gather" for x in found],
+            }
+    return results
+
+
+def _of_experts(config, params, shape) -> tuple[float, dict, list]:
+    """(a loss of hidden states and routers, its gradient, collectives) on a mesh."""
+    mesh, batch = partition.make_mesh(*shape), batch_of(32, rows=8)
+    balance = load_balance_term(TermContext("load_balance", model=config))
+    options = causal_lm.RunOptions(
+        compute_dtype=np.float64, remat="dots", **partition.run_shardings(mesh)
+    )
+
+    def loss(params, batch):
+        outputs = causal_lm.forward(config, params, batch, options=options, probes=balance.probes)
+        value = balance.function(params, outputs, batch)
+        return jnp.sum(jnp.sin(outputs["hidden"])) + value.total / value.denominator
+
+    placed = jax.device_put(params, partition.shardings(mesh, params, declared(config, params)))
+    rows = jax.device_put(batch, partition.batch_sharding(mesh, accumulated=False))
+    program = jax.jit(jax.value_and_grad(loss)).lower(placed, rows).compile()
+    value, gradient = jax.device_get(program(placed, rows))
+    return float(value), flatten(gradient), moved(program)
 
 
 def five() -> dict:

@@ -1,5 +1,7 @@
 """The contract of every adapter: a table of leaves; an adapter that is not in it fails."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,9 @@ from tiny_runs import refused
 
 from ffn_heterogeneity.adapters import ADAPTERS, nf4
 from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.dispatch import DISPATCHES, grouped_product
 from ffn_heterogeneity.models.leaves import declared
-from ffn_heterogeneity.models.linear import Linear, effective_kernel
+from ffn_heterogeneity.models.linear import Linear, effective_kernel, product
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.unused import unused_leaves
 from ffn_heterogeneity.surgery.reduce import reduce_model
@@ -80,6 +83,12 @@ def test_adapter(adapter):
         else:
             one = effective_kernel(jax.tree.map(lambda leaf: leaf[1], tree))
             np.testing.assert_allclose(effective[1], one, rtol=1e-6, atol=1e-7)
+            x, sizes = rng.normal(size=(4, n)).astype(np.float32), np.array([1, 0, 3])
+            wanted = np.concatenate([x[:1] @ effective[0], x[1:] @ effective[2]])
+            for dispatch in DISPATCHES:  # of rows to the kernels of experts
+                dot = functools.partial(grouped_product, sizes_e=sizes, dispatch=dispatch)
+                got = product(tree, x, dot)
+                np.testing.assert_allclose(got, wanted, atol=1e-5)
 
         def total(tree):
             return jnp.sum(effective_kernel(tree) ** 2)

@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
-from tiny_models import REPOSITORY, MeanForward, batch_of, config_of, random_params, tiny_of
+from tiny_models import (
+    REPOSITORY,
+    MeanForward,
+    batch_of,
+    config_of,
+    random_params,
+    tiny_of,
+    with_experts,
+)
 
 import ffn_heterogeneity.probes
 from ffn_heterogeneity.io.files import plain
@@ -52,11 +60,11 @@ def modules_of(package) -> list:
 def with_zeros(config, params) -> dict:
     """Parameters with a zero row of W, in another layer a zero neuron, and a zero embedding."""
     tree = unstack(jax.tree.map(np.array, params))
-    tree["layers"][0]["ffn"]["down"]["kernel"][2] = 0
+    tree["layers"][0]["ffn"]["down"]["kernel"][..., 2, :] = 0
     ffn = tree["layers"][1]["ffn"]
-    ffn["down"]["kernel"][5] = 0
+    ffn["down"]["kernel"][..., 5, :] = 0
     for name in {"gate", "up"} & set(ffn):
-        ffn[name]["kernel"][:, 5] = 0
+        ffn[name]["kernel"][..., 5] = 0
     tree["embed"]["embedding"][3] = 0
     return restack(config, tree)
 
@@ -224,6 +232,7 @@ SETTINGS = {
     "jreg": [{"alpha": 0.0, "final_norm": True, "positions": "last"}],
     "layerwise": [{"states": "ffn", "sum_hidden": True}],
     "nll": [{"reduction": "sum"}],
+    "load_balance": [{"pooled": True}],
     "size": [{"target": 0.5}],
     "nucl": [
         {"variant": "ent"},
@@ -273,6 +282,7 @@ def params_of(name, config, seed=0):
 @pytest.mark.parametrize(("name", "settings", "family"), CALLS, ids=str)
 def test_term(name, settings, family):
     config = {"llama": LLAMA, "gemma2": GEMMA2}[family]
+    config = with_experts(config) if name in ("load_balance", "router_z") else config
     term = TERMS[name](TermContext("its_name", "its.weight", config), **settings)
     assert isinstance(term, LossTerm) and (term.name, term.weight) == ("its_name", "its.weight")
     batch, params = batch_of(config.vocab_size), params_of(name, config)

@@ -93,7 +93,7 @@ def check_meshes(errors: dict) -> None:
 
 @pytest.fixture(scope="module")
 def some_meshes() -> dict:
-    return on_eight_devices("some_meshes", "encoders", "clusters", "generation", "five")
+    return on_eight_devices("some_meshes", "encoders", "experts", "clusters", "generation", "five")
 
 
 def test_meshes_train_as_one_device(some_meshes):
@@ -105,6 +105,17 @@ def test_meshes_train_as_one_device(some_meshes):
 def test_meshes_encode_as_one_device(some_meshes):
     errors = some_meshes["encoders"]
     assert len(errors) == 2 and max(errors.values()) <= 1e-7, errors
+
+
+def test_meshes_train_experts_as_one_device(some_meshes):
+    """With LoRA; no device gathers kernels over "tensor", neither of experts nor of neurons."""
+    assert len(some_meshes["experts"]) == 3
+    for name, result in some_meshes["experts"].items():
+        assert result["loss"] <= 1e-12 and result["gradient"] <= 1e-12, (name, result)
+        kernels = [shape for shape in result["gathered"] if len(shape) == 4 and shape[0] == 1]
+        assert kernels, "nothing was gathered over fsdp"
+        whole = (lambda s: s[1] == 8) if name.startswith("8") else (lambda s: 24 in s[2:])
+        assert not [shape for shape in kernels if whole(shape)], (name, kernels)
 
 
 def test_meshes_train_five_papers_as_one_device(some_meshes):

@@ -38,6 +38,12 @@ LLAMA = ModelConfig("llama", **_SIZES, layers=_LAYERS, bos_id=0, eos_id=1, max_p
 WIDE = dataclasses.replace(LLAMA, d_model=64, head_dim=16, layers=(LayerConfig(128),) * 4)
 
 
+def with_experts(config: ModelConfig = LLAMA, experts: int = 4, **settings) -> ModelConfig:
+    """The config with experts in every layer."""
+    layers = (dataclasses.replace(one, experts=experts, **settings) for one in config.layers)
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
 def byte_tokenizer(**ids: int):
     """One token per byte, and special tokens with ids 0 (bos) and 1 (eos); `ids`: further ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

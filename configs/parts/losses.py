@@ -38,6 +38,11 @@ LOSSES = {
         "states": "block",
         "sum_hidden": False,  # over the hidden dimension; else its mean
     },
+    "load_balance": {
+        "weight": 0.01,  # of equal use of the experts; Switch's value
+        "pooled": False,  # all layers in one mean, as in transformers' Mixtral
+    },
+    "router_z": {"weight": 0.001},  # of small router logits; ST-MoE's value
     "size": {
         "weight": 1.0,  # of the Lagrangian, whose multipliers are learnt
         "target": 0.25,  # share of the factors' parameters that gates keep (config.gates)

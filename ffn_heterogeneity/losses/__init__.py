@@ -9,6 +9,7 @@ from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.layerwise import layerwise_term
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.router import load_balance_term, router_z_term
 from ffn_heterogeneity.losses.sparsity_terms import score_norm_term, size_term
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term, strict
 from ffn_heterogeneity.probes import PROBES
@@ -23,6 +24,8 @@ TERMS: dict[str, Callable[..., LossTerm]] = {
     "diversity": diversity_term,
     "jreg": jreg_term,
     "layerwise": layerwise_term,
+    "load_balance": load_balance_term,
+    "router_z": router_z_term,
     "size": size_term,
     "score_norm": score_norm_term,
 }

@@ -45,6 +45,7 @@ def grouped_product(
       sizes_e: int32 [E], the number of rows of each expert.
       dispatch: one of `DISPATCHES`.
     """
+    x_ri, kernel_eio, sizes_e = map(jnp.asarray, (x_ri, kernel_eio, sizes_e))
     if dispatch == "blocks":
         return _blocks(x_ri, kernel_eio, sizes_e)
     kernel_eio = kernel_eio.astype(x_ri.dtype)

@@ -90,7 +90,7 @@ class Experts(nn.Module):
         layer, leaves = self.layer, self._leaves()
         routing = route(layer, leaves.pop("router"), x_btd)
         expert_of = leaves.pop("expert_of", layer.shared + jnp.arange(layer.columns))
-        experts, gates = expert_of[routing.columns], routing.gates
+        experts, gates = jnp.asarray(expert_of)[routing.columns], routing.gates
         if layer.shared:  # as further choices of every token
             always = jnp.broadcast_to(
                 jnp.arange(layer.shared, dtype=experts.dtype), (*experts.shape[:-1], layer.shared)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import LLAMA, WIDE, random_params, tiny_of
+from tiny_models import LLAMA, WIDE, random_params, tiny_of, with_experts
 from tiny_runs import refused
 
 from ffn_heterogeneity.adapters import nf4
@@ -35,17 +35,12 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 E, L, M, D = 4, 4, 24, 16  # as many experts as layers, so that a mistaken axis has the right size
 
 
-def sparse(config: ModelConfig = LLAMA, experts: int = E) -> ModelConfig:
-    layers = tuple(dataclasses.replace(layer, experts=experts) for layer in config.layers)
-    return dataclasses.replace(config, layers=layers)
-
-
 def all_differ(leaf) -> bool:
     """True if no two matrices of [L, E, n, m] are alike."""
     return len({np.asarray(x).tobytes() for row in leaf for x in row}) == L * E
 
 
-SPARSE = sparse()
+SPARSE = with_experts()
 WHOLE = Place(1, None, "ffn")
 
 
@@ -60,7 +55,7 @@ def test_what_is_declared_is_what_a_fresh_model_has():
     sizes = {path: leaf.size for path, leaf in flatten(params).items()}
     assert count_parameters(SPARSE)["total"] == sum(sizes.values())
     mixed = dataclasses.replace(LLAMA, layers=(*LLAMA.layers[:2], *SPARSE.layers[2:]))
-    refused("layer 0: experts=0", sparse, error=ConfigError, experts=0)
+    refused("layer 0: experts=0", with_experts, error=ConfigError, experts=0)
     assert set(causal_lm.init(mixed, jax.random.key(0))["stack"]) == {"segment_0", "segment_1"}
 
 
@@ -77,7 +72,7 @@ def test_a_layer_loses_neurons_and_no_experts():
 def test_the_factors_of_experts_are_folded_into_their_own_rows():
     """m = d_model = E: every wrong way to broadcast P has a legal shape, too."""
     config = dataclasses.replace(
-        sparse(experts=D), layers=sparse(experts=D).with_widths([D] * L).layers
+        with_experts(experts=D), layers=with_experts(experts=D).with_widths([D] * L).layers
     )
     tree, rng = tree_of(config), np.random.default_rng(0)
     factor = rng.uniform(0.5, 2, (D, D)).astype(np.float32)
@@ -110,7 +105,7 @@ def test_nucl_of_chosen_layers_is_of_all_their_experts(target):
 
 @pytest.mark.parametrize("experts, cut", [(4, "expert"), (5, "neurons")])
 def test_a_mesh_cuts_experts_or_their_neurons(experts, cut):
-    config = sparse(dataclasses.replace(LLAMA, vocab_size=32), experts)
+    config = with_experts(dataclasses.replace(LLAMA, vocab_size=32), experts)
     params = causal_lm.abstract_params(config)
     mesh = partition.abstract_mesh(2, 2, 2)
     leaves = declared(config, params)
@@ -126,7 +121,7 @@ def test_a_mesh_cuts_experts_or_their_neurons(experts, cut):
 def test_no_family_writes_experts_as_transposed_kernels(tmp_path):
     for name, family in families.FAMILIES.items():
         with pytest.raises(ConfigError, match="axis 'expert' of layers/0/ffn/up/kernel"):
-            family.rules(sparse(tiny_of(name)))
+            family.rules(with_experts(tiny_of(name)))
     with pytest.raises(ConfigError, match="axis 'expert' of layers/0/ffn/up/kernel"):
         save_pretrained(SPARSE, random_params(SPARSE), tmp_path / "model", export="native")
     assert not (tmp_path / "model").exists()
@@ -157,7 +152,7 @@ def test_every_expert_loses_neurons_of_its_own_at_random(plan):
 
 def test_codes_and_factors_do_not_hide_the_experts():
     """NF4's codes and low-rank factors have other ranks: E is read from the config."""
-    config, tree = sparse(WIDE, experts=3), tree_of(sparse(WIDE, experts=3))
+    config, tree = with_experts(WIDE, experts=3), tree_of(with_experts(WIDE, experts=3))
     for layer in tree["layers"]:
         kernel = layer["ffn"]["up"].pop("kernel")
         layer["ffn"]["up"] = jax.tree.map(np.asarray, jax.vmap(nf4.quantise)(jnp.asarray(kernel)))

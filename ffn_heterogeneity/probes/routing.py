@@ -1,0 +1,48 @@
+"""Statistics of routers, as sums over the tokens of a batch, padding excluded."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.probes.displacement import counted_tokens
+
+
+@functools.cache
+def routing_probe(columns: int) -> Probe:
+    """The probe "routing": sums over tokens, per layer; 0 in layers without experts.
+
+    {"chosen": how often each column is chosen [L, columns], "probability": its probability
+    [L, columns], "entropy": of a token's probabilities, in nats [L], "z": squared logarithm of the
+    sum of exp(logits) [L], "count": tokens [L]}, float32.
+
+    Args:
+      columns: number of columns of the widest router; others are padded with zeros.
+    """
+
+    def function(seen: Any, batch: dict, per_layer: Any) -> dict[str, jax.Array]:
+        if seen.routing is None:
+            zero = jnp.zeros((), jnp.float32)
+            each = jnp.zeros(columns, jnp.float32)
+            return {"chosen": each, "probability": each, "entropy": zero, "z": zero, "count": zero}
+        logits = seen.routing.logits
+        real_bt = counted_tokens(batch, logits.shape[:2])["all"]
+        log_p = jax.nn.log_softmax(logits)
+        chosen_btr = jnp.sum(jax.nn.one_hot(seen.routing.columns, logits.shape[-1]), axis=2)
+
+        def total(values: jax.Array) -> jax.Array:
+            mask = real_bt.reshape(*real_bt.shape, *(1,) * (values.ndim - 2))
+            summed = jnp.sum(jnp.where(mask, values, 0), axis=(0, 1))
+            return jnp.pad(summed, (0, columns - summed.size)) if summed.ndim else summed
+
+        return {
+            "chosen": total(jax.lax.stop_gradient(chosen_btr)),
+            "probability": total(jnp.exp(log_p)),
+            "entropy": total(-jnp.sum(jnp.exp(log_p) * log_p, axis=-1)),
+            "z": total(jnp.square(jax.nn.logsumexp(logits, axis=-1))),
+            "count": jnp.sum(real_bt, dtype=logits.dtype),
+        }
+
+    return Probe("routing", function)
