@@ -11,7 +11,7 @@ from tiny_runs import refused
 
 from ffn_heterogeneity.adapters import ADAPTERS, nf4
 from ffn_heterogeneity.models import causal_lm
-from ffn_heterogeneity.models.dispatch import DISPATCHES, grouped_product
+from ffn_heterogeneity.models.dispatch import DISPATCHES, grouped_product, grouping
 from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.linear import Linear, effective_kernel, product
 from ffn_heterogeneity.models.stack import restack, unstack
@@ -83,11 +83,14 @@ def test_adapter(adapter):
         else:
             one = effective_kernel(jax.tree.map(lambda leaf: leaf[1], tree))
             np.testing.assert_allclose(effective[1], one, rtol=1e-6, atol=1e-7)
-            x, sizes = rng.normal(size=(4, n)).astype(np.float32), np.array([1, 0, 3])
-            wanted = np.concatenate([x[:1] @ effective[0], x[1:] @ effective[2]])
+            x, groups = (
+                rng.normal(size=(4, n)).astype(np.float32),
+                grouping(jnp.array([2, 0, 2, 2]), 3),
+            )
+            wanted = [row @ effective[expert] for row, expert in zip(x, (2, 0, 2, 2), strict=True)]
             for dispatch in DISPATCHES:  # of rows to the kernels of experts
-                dot = functools.partial(grouped_product, sizes_e=sizes, dispatch=dispatch)
-                got = product(tree, x, dot)
+                dot = functools.partial(grouped_product, groups=groups, dispatch=dispatch)
+                got = product(tree, x[groups.order], dot)[groups.inverse]
                 np.testing.assert_allclose(got, wanted, atol=1e-5)
 
         def total(tree):

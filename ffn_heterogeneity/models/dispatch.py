@@ -7,13 +7,13 @@ reference), "blocks" (consecutive rows of one expert, block by block) and "ragge
 (`jax.lax.ragged_dot`). On CPUs `ragged_dot` expands to E dense products.
 
 Cost of "blocks": an expert's rows are padded to whole blocks in the loop, not in memory; only
-experts that have rows are read. Rows behind the last expert's (`sum(sizes) < R`) belong to none,
-and their products are 0.
+experts that have rows are read. Rows behind the last expert's belong to none: `grouping` adds
+`block` of them, into which the last block reaches; the products of those before are 0.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from ffn_heterogeneity.wording import check_choice
 
 DISPATCHES = ("dense", "blocks", "ragged")
 # Larger blocks waste more rows at the end of an expert's; smaller ones multiply more slowly.
-BLOCK = 128
+LARGEST = 128
 
 
 def chosen_dispatch(name: str, platform: str) -> str:
@@ -35,19 +35,45 @@ def chosen_dispatch(name: str, platform: str) -> str:
     return name
 
 
+class Groups(NamedTuple):
+    """The order of N rows by expert.
+
+    Attributes:
+      order: int32 [N + block], the rows' places; the last `block` are any.
+      inverse: int32 [N], each row's place in that order.
+      sizes: int32 [E], the number of rows of each expert.
+    """
+
+    order: jax.Array
+    inverse: jax.Array
+    sizes: jax.Array
+
+
+def grouping(expert_n: jax.Array, experts: int) -> Groups:
+    """Sort rows by expert; those of an expert >= `experts` come last and are not counted."""
+    order = jnp.argsort(expert_n, stable=True)
+    sizes_e = jnp.sum(expert_n[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    block = block_size(len(expert_n), experts)
+    return Groups(jnp.pad(order, (0, block)), jnp.argsort(order), sizes_e)
+
+
+def block_size(rows: int, experts: int) -> int:
+    """A power of two: half of an expert's mean number of rows, at most `LARGEST`."""
+    return min(LARGEST, 1 << max(0, -(-rows // (2 * experts)) - 1).bit_length())
+
+
 def grouped_product(
-    x_ri: jax.Array, kernel_eio: jax.Array, sizes_e: jax.Array, dispatch: str
+    x_ri: jax.Array, kernel_eio: jax.Array, groups: Groups, dispatch: str
 ) -> jax.Array:
     """Multiply each row by its expert's kernel, [R, out] in x's dtype; sums are at least float32.
 
     Args:
-      x_ri: rows sorted by expert.
-      sizes_e: int32 [E], the number of rows of each expert.
+      x_ri: rows in the order of `groups`, R = N + block.
       dispatch: one of `DISPATCHES`.
     """
-    x_ri, kernel_eio, sizes_e = map(jnp.asarray, (x_ri, kernel_eio, sizes_e))
+    x_ri, kernel_eio, sizes_e = map(jnp.asarray, (x_ri, kernel_eio, groups.sizes))
     if dispatch == "blocks":
-        return _blocks(x_ri, kernel_eio, sizes_e)
+        return _blocks(x_ri, kernel_eio, sizes_e, len(groups.order) - len(groups.inverse))
     kernel_eio = kernel_eio.astype(x_ri.dtype)
     wide = jnp.promote_types(x_ri.dtype, jnp.float32)
     if dispatch == "ragged":
@@ -59,19 +85,9 @@ def grouped_product(
     return jnp.sum(jnp.where(own_er[..., None], y_ero, 0), axis=0).astype(x_ri.dtype)
 
 
-def grouping(expert_r: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(order that sorts rows by expert, its inverse, int32 [E] number of rows of each expert).
-
-    Rows of an expert >= `experts` come last and are not counted.
-    """
-    order = jnp.argsort(expert_r, stable=True)
-    sizes_e = jnp.sum(expert_r[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-    return order, jnp.argsort(order), sizes_e
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def permuted(x_nd: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
-    """x[order // copies]: permuted rows, each of x's rows `copies` times; [N * copies, D].
+    """x[order // copies]: rows in another order, each of x's rows `copies` times.
 
     Its gradient is a gather by `inverse` and a sum, where JAX would scatter.
     """
@@ -93,23 +109,20 @@ permuted.defvjp(
 # ---- "blocks"
 
 
-@jax.custom_vjp
-def _blocks(x_ri: jax.Array, kernel_eio: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    return named(_forward(x_ri, kernel_eio, sizes_e), WIDE_PRODUCT)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _blocks(x_ri: jax.Array, kernel_eio: jax.Array, sizes_e: jax.Array, size: int) -> jax.Array:
+    return named(_forward(x_ri, kernel_eio, sizes_e, size), WIDE_PRODUCT)
 
 
-def _blocks_bwd(residuals: tuple, g_ro: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _blocks_bwd(size: int, residuals: tuple, g_ro: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x_ri, kernel_eio, sizes_e = residuals
-    dx = _forward(g_ro, kernel_eio, sizes_e, transposed=True)
-    return dx, _kernel_gradient(x_ri, g_ro, sizes_e).astype(kernel_eio.dtype), None
+    dx = _forward(g_ro, kernel_eio, sizes_e, size, transposed=True)
+    return dx, _kernel_gradient(x_ri, g_ro, sizes_e, size).astype(kernel_eio.dtype), None
 
 
-_blocks.defvjp(lambda x, w, sizes: (_blocks.fun(x, w, sizes), (x, w, sizes)), _blocks_bwd)
-
-
-def _block_size(rows: int, experts: int) -> int:
-    """A power of two: half of an expert's mean number of rows, at most `BLOCK`."""
-    return min(BLOCK, 1 << max(0, -(-rows // (2 * experts)) - 1).bit_length())
+_blocks.defvjp(
+    lambda x, w, sizes, size: (_blocks.fun(x, w, sizes, size), (x, w, sizes)), _blocks_bwd
+)
 
 
 def _each_expert(sizes_e: jax.Array, start: Any, step: Callable[..., Any]) -> Any:
@@ -132,14 +145,12 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _forward(
-    x_ri: jax.Array, kernel_eio: jax.Array, sizes_e: jax.Array, transposed: bool = False
+    x_ri: jax.Array, kernel_eio: jax.Array, sizes_e: jax.Array, size: int, transposed: bool = False
 ) -> jax.Array:
     """[R, out]; with `transposed` the products with the transposed kernels.
 
     An expert's last block overlaps the next expert's rows, which are written after it.
     """
-    rows, size = len(x_ri), _block_size(len(x_ri), len(kernel_eio))
-    padded = jnp.pad(x_ri, ((0, size), (0, 0)))
 
     def step(expert: jax.Array, first: jax.Array, end: jax.Array, y: jax.Array) -> jax.Array:
         kernel = jax.lax.dynamic_index_in_dim(kernel_eio, expert, keepdims=False)
@@ -148,19 +159,19 @@ def _forward(
 
         def block(i: jax.Array, y: jax.Array) -> jax.Array:
             at = first + i * size
-            product = _product(jax.lax.dynamic_slice_in_dim(padded, at, size), kernel)
+            product = _product(jax.lax.dynamic_slice_in_dim(x_ri, at, size), kernel)
             return jax.lax.dynamic_update_slice_in_dim(y, product.astype(y.dtype), at, axis=0)
 
         return jax.lax.fori_loop(0, -(-(end - first) // size), block, y)
 
     out = kernel_eio.shape[1 if transposed else 2]
-    y = _each_expert(sizes_e, jnp.zeros((rows + size, out), x_ri.dtype), step)
+    y = _each_expert(sizes_e, jnp.zeros((len(x_ri), out), x_ri.dtype), step)
 
     def clear(i: jax.Array, y: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(y, zeros, total + i * size, axis=0)
 
     total, zeros = jnp.sum(sizes_e), jnp.zeros((size, out), y.dtype)
-    return jax.lax.fori_loop(0, -(-(rows - total) // size), clear, y)[:rows]
+    return jax.lax.fori_loop(0, -(-(len(y) - size - total) // size), clear, y)
 
 
 def _for_products(kernel: jax.Array) -> jax.Array:
@@ -168,12 +179,10 @@ def _for_products(kernel: jax.Array) -> jax.Array:
     return turned(kernel) if kernel.dtype.itemsize < 4 else kernel.T
 
 
-def _kernel_gradient(x_ri: jax.Array, g_ro: jax.Array, sizes_e: jax.Array) -> jax.Array:
+def _kernel_gradient(x_ri: jax.Array, g_ro: jax.Array, sizes_e: jax.Array, size: int) -> jax.Array:
     """[E, in, out], at least float32: the sum of x^T g over each expert's rows."""
-    size = _block_size(len(x_ri), len(sizes_e))
-    x, g = (jnp.pad(rows, ((0, size), (0, 0))) for rows in (x_ri, g_ro))
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    sums = jnp.zeros((len(sizes_e), x.shape[1], g.shape[1]), wide)
+    wide = jnp.promote_types(x_ri.dtype, jnp.float32)
+    sums = jnp.zeros((len(sizes_e), x_ri.shape[1], g_ro.shape[1]), wide)
 
     def step(expert: jax.Array, first: jax.Array, end: jax.Array, sums: jax.Array) -> jax.Array:
         def block(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -181,7 +190,8 @@ def _kernel_gradient(x_ri: jax.Array, g_ro: jax.Array, sizes_e: jax.Array) -> ja
             own = (at + jnp.arange(size) < end)[:, None]
             # Both: 0 times the next expert's NaN would be NaN.
             x_bi, g_bo = (
-                jnp.where(own, jax.lax.dynamic_slice_in_dim(rows, at, size), 0) for rows in (x, g)
+                jnp.where(own, jax.lax.dynamic_slice_in_dim(rows, at, size), 0)
+                for rows in (x_ri, g_ro)
             )
             x_ib = _for_products(x_bi)
             return total + _product(x_ib, g_bo)

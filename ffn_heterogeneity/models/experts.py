@@ -186,9 +186,9 @@ def _chosen_experts(
     count = len(jax.tree.leaves(leaves["down"])[0])
     local = experts_btk.reshape(-1) - part * count
     local = jnp.where((local >= 0) & (local < count), local, count)
-    order, inverse, sizes_e = grouping(local, count)
+    groups = grouping(local, count)
     dispatch = chosen_dispatch(options.dispatch, options.on)
-    dot = functools.partial(grouped_product, sizes_e=sizes_e, dispatch=dispatch)
+    dot = functools.partial(grouped_product, groups=groups, dispatch=dispatch)
     draws = itertools.count()
 
     def drop(x: jax.Array) -> jax.Array:
@@ -203,13 +203,15 @@ def _chosen_experts(
         bias = leaves[name].get("bias")
         return y if bias is None else y + of_rows(bias, y, dot)
 
-    rows = permuted(x_btd.reshape(-1, width), order, inverse, copies)
+    rows = permuted(x_btd.reshape(-1, width), groups.order, groups.inverse, copies)
     act = ACTIVATIONS[config.activation]
     up = linear("up", rows)
     state = act(linear("gate", rows)) * up if layer.ffn_kind == "gated" else act(up)
     scale = neuron_factor({name: leaves.get(name) for name in FFN_LEAVES})
     state = state if scale is None else state * of_rows(scale, state, dot)
-    y_nkd = permuted(linear("down", state), inverse, order, 1).reshape(-1, copies, width)
+    y_nkd = permuted(linear("down", state), groups.inverse, groups.order, 1).reshape(
+        -1, copies, width
+    )
     gates_nk = gates_btk.reshape(-1, copies)
     y_nd = jnp.einsum("nkd,nk->nd", y_nkd, gates_nk, preferred_element_type=gates_nk.dtype)
     return y_nd.astype(x_btd.dtype).reshape(x_btd.shape)

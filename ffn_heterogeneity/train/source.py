@@ -68,7 +68,8 @@ def found_shapes(source: Start) -> tuple[Model, tuple[str, ...]]:
 def _new_shape(source: Start) -> Model:
     """A new model without its weights."""
     shape: Mapping[str, Any] = source.shape or {}
-    for key in ("layers", "d_model", "n_heads"):
+    experts = shape.get("experts") or None
+    for key in ("layers", "d_model", "n_heads", *(("experts", "top_k") if experts else ())):
         check_number(f"shape.{key}", shape[key], "[1, inf)")
     width, heads = shape["d_model"], shape["n_heads"]
     if width % heads:
@@ -80,14 +81,15 @@ def _new_shape(source: Start) -> Model:
         check_vocabulary(tokenizer, shape["vocab_size"], what)
         names = ("bos", "eos", "pad")
         ids = {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in names}
+    layer = LayerConfig(shape["ffn_width"], experts=experts, top_k=shape.get("top_k", 2))
     config = ModelConfig(
-        family="llama",
+        family="mixtral" if experts else "llama",
         vocab_size=shape["vocab_size"],
         d_model=width,
         n_heads=heads,
         n_kv_heads=heads,
         head_dim=width // heads,
-        layers=(LayerConfig(ffn_width=shape["ffn_width"]),) * shape["layers"],
+        layers=(layer,) * shape["layers"],
         tied=shape["tied"],
         max_position=max(source.seq_len, 2048),
         **ids,

@@ -15,7 +15,7 @@ from ffn_heterogeneity.losses.router import load_balance_term, router_z_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ConfigError
-from ffn_heterogeneity.models.dispatch import DISPATCHES, _block_size, grouped_product, grouping
+from ffn_heterogeneity.models.dispatch import DISPATCHES, block_size, grouped_product, grouping
 from ffn_heterogeneity.models.experts import Experts
 from ffn_heterogeneity.models.leaves import count_parameters
 from ffn_heterogeneity.models.options import RunOptions
@@ -162,20 +162,18 @@ def test_rows_that_belong_to_no_expert_are_zero():
     """As on a mesh, where a device has some of the experts."""
     rng = np.random.default_rng(0)
     expert_r = np.array([5, 1, 5, 0, 1, 5, 5, 1])
-    order, inverse, sizes = grouping(jnp.asarray(expert_r), 3)
+    groups = grouping(jnp.asarray(expert_r), 3)
     x = rng.normal(size=(8, 4)).astype(np.float32)
     kernel = rng.normal(size=(3, 4, 2)).astype(np.float32)
+    wanted = [x[i] @ kernel[e] if e < 3 else np.zeros(2) for i, e in enumerate(expert_r)]
     for dispatch in DISPATCHES:
-        y = grouped_product(jnp.asarray(x[order]), kernel, sizes, dispatch)[inverse]
-        wanted = np.stack(
-            [x[i] @ kernel[e] if e < 3 else np.zeros(2) for i, e in enumerate(expert_r)]
-        )
+        y = grouped_product(x[groups.order], kernel, groups, dispatch)[groups.inverse]
         np.testing.assert_allclose(y, wanted, atol=1e-6)
 
 
 def test_few_rows_are_not_padded_to_many():
     """8 tokens of 2 experts each: at most 16 rows and one block more, in every buffer."""
-    assert _block_size(16, 8) == 1 and _block_size(4096, 8) == 128 and _block_size(16384, 128) == 64
+    assert block_size(16, 8) == 1 and block_size(4096, 8) == 128 and block_size(16384, 128) == 64
     layer = dataclasses.replace(LLAMA.layers[0], experts=8)
     x = jax.ShapeDtypeStruct((8, 1, D), jnp.float32)
     ffn = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), block_of(8, 24))
@@ -190,7 +188,7 @@ def test_no_buffer_of_all_experts_and_tokens():
     ffn = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), block_of(7, 24))
     loss = jax.value_and_grad(lambda ffn, x: jnp.sum(run(layer, ffn, x)), (0, 1))
     text = jax.jit(loss).lower(ffn, x).as_text()
-    rows = ("302", "604", "604", str(604 + _block_size(604, 7)))
+    rows = ("302", "604", "604", str(604 + block_size(604, 7)))
     wrong = [f"7x{n}x{w}x" for n, w in itertools.product(rows, (D, 24))]
     assert not [shape for shape in wrong if shape in text]
 

@@ -1,0 +1,91 @@
+"""Pre-training of a mixture of experts from random weights, with a balance loss on its routers.
+
+Command:   python scripts/train.py --config=configs/moe_pretrain.py:local \
+             --config.data.path=runs/corpus/tokens --config.tokenizer=runs/corpus/tokenizer \
+             --workdir=runs/moe
+           on what scripts/prepare_data.py made of a corpus (configs/prepare_data.py, its second
+           command). The argument is <size>[,<loss>]: local | 7b, and losses to train with as well:
+           router_z, nucl, jreg, diversity. Sweeps:
+           python scripts/sweep.py --config=... --sweep=balance | seeds
+Hardware:  local: 2 CPU cores. 7b: weights, gradients and two moments in float32 need 16 bytes a
+           parameter over all devices (6.9B: 110 GB).
+Hours:     local: 10M tokens, about 1.5 hours on two CPU cores. 7b: as many tokens as you have.
+Paper:     no paper of this repository: Mixtral's layer (arXiv 2401.04088), Switch's balance loss
+           and its weight (2101.03961). 7b has the shape of OLMoE (2409.02060) with Mixtral's
+           gates; local is ours.
+
+The keys are those of configs/parts/train.py, explained there, and those below. The model is
+written as a Mixtral, which transformers and vLLM load.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.parts import losses, train
+from ffn_heterogeneity.launch.sweep import product
+
+# size: layers, width, neurons of an expert, experts, experts of a token, heads, learning rate
+SIZES = {
+    "local": (4, 192, 192, 8, 2, 6, 2e-3),
+    "7b": (16, 2048, 1024, 64, 8, 16, 4e-4),
+}
+
+
+def get_config(argument: str = "local") -> ConfigDict:
+    size, *more = argument.split(",")
+    if size not in SIZES:
+        raise ValueError(f"config argument {argument!r}: choose one of {', '.join(SIZES)}")
+    layers, d_model, ffn_width, experts, top_k, heads, rate = SIZES[size]
+    config = train.get_config()
+    config.model = ""  # a model to continue from; "": a new one of the shape below
+
+    config.shape = ConfigDict()  # of a Mixtral with as many key heads as heads
+    config.shape.layers = layers  # transformer blocks
+    config.shape.d_model = d_model  # width of the residual stream
+    config.shape.ffn_width = ffn_width  # neurons of an expert
+    config.shape.experts = experts  # of each layer
+    config.shape.top_k = top_k  # experts that a token is sent to
+    config.shape.n_heads = heads  # of attention
+    config.shape.vocab_size = 32_000  # the tokenizer's, or more
+    config.shape.tied = False
+    # Of a new model: a directory, a .gguf file or a hub id.
+    config.tokenizer = ""
+
+    losses.add(config, ("nll", "load_balance", *more))
+
+    config.data.task = "tokens"  # shards of scripts/prepare_data.py; or text, jsonl
+    config.data.text_field = ""  # jsonl, parquet, hub data
+    config.data.passage_chars = 16_384  # text: characters of a shuffled passage, at most
+    config.data.validation_fraction = 0.001
+
+    config.steps = 100_000
+    config.batch_size = 512
+    config.accumulation = 8
+    config.seq_len = 2048
+    config.optimizer.learning_rate = rate
+    config.optimizer.schedule = "cosine"
+    config.optimizer.final_fraction = 0.1
+    config.optimizer.warmup_steps = 1000
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.b2 = 0.95
+    config.optimizer.clip_norm = 1.0
+    config.eval.every = 2000
+    config.eval.max_batches = 8
+    config.checkpoint.every = 1000
+    if size == "local":
+        config.shape.vocab_size = 4096
+        config.shape.tied = True
+        config.steps, config.batch_size, config.accumulation, config.seq_len = 5000, 16, 1, 128
+        config.optimizer.warmup_steps = 300
+        config.data.validation_fraction = 0.05
+        config.eval.every, config.eval.max_batches = 500, 32
+    return config
+
+
+KIND = "train"
+BALANCE = "losses.load_balance.weight"
+SWEEPS = {
+    # The weight of the balance loss (one compilation for all); at 0 the load is measured, too.
+    "balance": product({BALANCE: (0.0, 0.001, 0.01, 0.1)}),
+    # With and without it, over three seeds.
+    "seeds": product({BALANCE: (0.0, 0.01)}, {"seed": (0, 1, 2)}),
+}
