@@ -63,6 +63,8 @@ def match_rules(
                 if shadow
                 else f"it matches none of the {len(shown)} leaves, e.g. {[*shown.values()][:3]}"
             )
+            if not shadow and "expert" in regex.pattern:
+                why += " (a layer has leaves of all its experts: single ones cannot be chosen)"
             raise RuleError(f"rule {regex.pattern!r} decides nothing: {why}. Remove or correct it")
     outcomes, values = (*(value for _, value in compiled), default), {}
     for path, per_layer in keys.items():

@@ -9,20 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import LLAMA, WIDE, random_params, tiny_of, with_experts
+from tiny_models import LLAMA, WIDE, batch_of, random_params, tiny_of, with_experts
 from tiny_runs import refused
 
 from ffn_heterogeneity.adapters import nf4
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.hf.structure import fold
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.nucl import nucl, nucl_term
 from ffn_heterogeneity.losses.nucl_exact import distributions, row_statistics
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.leaves import Place, count_parameters, declared
-from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.models.stack import layer_names, restack, unstack
 from ffn_heterogeneity.models.walk import ffn_blocks, linears
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.surgery.adapt import insert_lora
@@ -169,3 +169,80 @@ def test_codes_and_factors_do_not_hide_the_experts():
     with pytest.raises(LeafError, match="nf4_.*depends on neurons to be removed"):
         codes = jax.tree.map(np.asarray, jax.vmap(nf4.quantise)(jnp.ones((3, 128, 64))))
         take_neurons(config, WHOLE, {"down": codes}, np.arange(4))
+
+
+# ---- with forward passes
+
+
+def hidden(config, tree):
+    batch = batch_of(config.vocab_size)
+    return np.asarray(causal_lm.forward(config, restack(config, tree), batch)["hidden"])
+
+
+def test_removal_inside_experts_is_masking():
+    tree = tree_of()
+    config, smaller, removed, _ = reduce_model(SPARSE, tree, RemovalPlan("entropy", count=7))
+    for layer, gone in zip(tree["layers"], (removed[i] for i in range(L)), strict=True):
+        factor = np.ones((E, M), np.float32)
+        for expert, neurons in enumerate(gone):
+            factor[expert, neurons] = 0
+        layer["ffn"]["neuron_scale"] = factor
+    masked = hidden(SPARSE, tree)
+    np.testing.assert_allclose(hidden(config, smaller), masked, atol=2e-6 * np.abs(masked).max())
+
+
+def test_folded_factors_and_adapters_of_experts_change_nothing():
+    tree, rng = tree_of(), np.random.default_rng(0)
+    for layer in tree["layers"]:
+        layer["ffn"]["neuron_scale"] = rng.uniform(0.5, 2, (E, M)).astype(np.float32)
+        for name in ("up", "down"):
+            one, other = layer["ffn"][name]["kernel"].shape[1:]
+            layer["ffn"][name] |= {
+                "lora_a": rng.normal(size=(E, one, 2)).astype(np.float32),
+                "lora_b": rng.normal(size=(E, 2, other)).astype(np.float32) / 4,
+                "lora_scale": rng.uniform(0.5, 2, (E, 1)).astype(np.float32),
+                "dora_m": rng.uniform(0.5, 2, (E, other)).astype(np.float32),
+            }
+    before, folded = hidden(SPARSE, tree), fold(SPARSE, tree)
+    assert set(folded["layers"][0]["ffn"]["up"]) == {"kernel"}
+    np.testing.assert_allclose(hidden(SPARSE, folded), before, atol=5e-6 * np.abs(before).max())
+
+
+@pytest.mark.parametrize("variant", ["ent", "gini", "mstd"])
+def test_nucl_of_experts_has_the_slope_of_finite_differences(variant):
+    with jax.enable_x64(True):
+        params, rng = random_params(SPARSE, dtype=np.float64), np.random.default_rng(1)
+        kernels = jnp.asarray(params["stack"]["segment_0"]["slot_0"]["ffn"]["down"]["kernel"])
+        direction = rng.normal(size=kernels.shape)
+
+        def value(step):
+            return nucl(kernels + step * direction, variant=variant)
+
+        slope = (value(1e-6) - value(-1e-6)) / 2e-6
+        np.testing.assert_allclose(jax.grad(value)(0.0), slope, rtol=1e-5)
+        term = nucl_term(TermContext("nucl"), variant=variant)
+        np.testing.assert_allclose(term.function(params).total, value(0.0), rtol=1e-6)
+
+
+def test_what_experts_do_not_support_is_named():
+    config = with_experts(dataclasses.replace(LLAMA, vocab_size=32), 6).with_widths([20] * L)
+    params = causal_lm.abstract_params(config)
+    leaves, mesh = declared(config, params), partition.abstract_mesh(1, 1, 8)
+    refused(
+        "'neurons' of 20 cannot be cut into 8",
+        partition.shardings,
+        mesh,
+        params,
+        leaves,
+        error=partition.RuleError,
+    )
+    names = layer_names(params)
+    rule = [(r"layers/1/experts/2/ffn/up", False)]
+    refused(
+        "leaves of all its experts",
+        partition.match_rules,
+        rule,
+        names,
+        True,
+        error=partition.RuleError,
+    )
