@@ -10,6 +10,7 @@ Command:   python scripts/benchmark.py nucl | nll | model [--config.peer=transfo
              --config.seq_len=1024 --config.configs="(
              'configs/jreg_pretrain.py:134m accumulation=1 batch_size=64 remat=none unroll=0',
              'configs/jreg_pretrain.py:134m accumulation=1 batch_size=64 remat=dots unroll=1')"
+           python scripts/benchmark.py experts --config.batch=4 --config.peer=transformers
            python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
 Hardware:  any; figures in docs/benchmarks.md are from 2 CPU cores.
 Hours:     nucl, nll, streaming a few minutes; model, all calls with the peer, two hours: what
@@ -24,7 +25,7 @@ from ffn_heterogeneity.bench.cases import CALLS
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            # model | nucl | nll | fusion | steps | streaming.
+            # model | nucl | nll | fusion | steps | streaming | experts.
             "name": "",
             # Of model, fusion, streaming: a preset (random weights).
             "model": "smollm2_135m",

@@ -1,7 +1,7 @@
 """Times of a layer with experts: our dispatches, a dense layer, and transformers' Mixtral layer."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,26 +23,39 @@ THEIRS = ("eager", "grouped_mm")
 
 
 def time_experts(config: Any, *_: Any) -> dict[str, Any]:
-    """Forward pass and value with gradients of one layer of `SHAPE`, on batch x seq_len tokens.
+    """Forward pass and value with gradients of one layer of `SHAPE`, on batch x seq_len tokens."""
+    programs = layers(config.batch, config.seq_len, config.peer)
+    seconds = timing.take_turns(programs, config.repetitions)
+    sizes = ", ".join(f"{name} {size}" for name, size in SHAPE.items())
+    title = f"{config.batch} x {config.seq_len} tokens, {sizes}; float32"
+    rows = [(name, f"{1e3 * np.median(one):.2f}") for name, one in seconds.items()]
+    tables = [timing.table(f"{title}; {config.repetitions} rounds", ("program", "median ms"), rows)]
+    ratios = timing.ratios_of(_pairs(seconds))(seconds)
+    tables.append(timing.table_of_ratios(ratios))
+    return {"machine": timing.machine(), "seconds": seconds, "ratios": ratios, "tables": tables}
 
-    The dense layer has as many neurons as a token's experts together. With a peer its layers have
-    the same weights. float32; weights and tokens are random.
+
+def layers(
+    batch: int, length: int, peer: str, shape: Mapping[str, int] = SHAPE
+) -> dict[str, Callable[[], Any]]:
+    """{name: call}; "forward" returns the output, "step" the value and (leaves, input) gradients.
+
+    The dense layer has as many neurons as a token's experts together. The peer's layers have the
+    same weights, and return the gradient of the input alone. float32, random weights and inputs.
     """
-    dense_layer = LayerConfig(SHAPE["top_k"] * SHAPE["neurons"])
-    layer = LayerConfig(SHAPE["neurons"], experts=SHAPE["experts"], top_k=SHAPE["top_k"])
-    sizes = {"vocab_size": 8, "d_model": SHAPE["d_model"], "n_heads": 9, "n_kv_heads": 9}
-    model = ModelConfig("llama", **sizes, head_dim=64, layers=(dense_layer, layer))
+    width, m, top_k = shape["d_model"], shape["neurons"], shape["top_k"]
+    both = (LayerConfig(top_k * m), LayerConfig(m, experts=shape["experts"], top_k=top_k))
+    sizes = {"vocab_size": 8, "d_model": width, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2}
+    model = ModelConfig("llama", **sizes, layers=both)
     stack = init(model, jax.random.key(0))["stack"]
-    leaves = [
-        jax.tree.map(lambda x: x[0], stack[f"segment_{i}"]["slot_0"]["ffn"]) for i in range(2)
-    ]
-    x = jax.random.normal(jax.random.key(1), (config.batch, config.seq_len, SHAPE["d_model"]))
-    modules: dict[str, Any] = {"dense layer": (FeedForward(model, dense_layer), leaves[0])}
+    trees = [jax.tree.map(lambda x: x[0], stack[f"segment_{i}"]["slot_0"]["ffn"]) for i in (0, 1)]
+    x = jax.random.normal(jax.random.key(1), (batch, length, width))
+    modules: dict[str, Any] = {"dense layer": FeedForward(model, both[0])}
     for dispatch in DISPATCHES:
-        module = Experts(model, layer, RunOptions(dispatch=dispatch))
-        modules[f"experts, {dispatch}"] = (module, leaves[1])
-    programs: dict[str, Callable[[], Any]] = {}
-    for name, (module, tree) in modules.items():
+        module = Experts(model, both[1], RunOptions(dispatch=dispatch))
+        modules[f"experts, {dispatch}"] = module
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, module in modules.items():
 
         def forward(tree: Any, x: jax.Array, module: Any = module) -> jax.Array:
             return module.apply({"params": tree}, x)[0]
@@ -50,74 +63,49 @@ def time_experts(config: Any, *_: Any) -> dict[str, Any]:
         def loss(tree: Any, x: jax.Array, forward: Any = forward) -> jax.Array:
             return jnp.sum(jnp.square(forward(tree, x)))
 
+        tree = trees[name != "dense layer"]
+        calls[f"{name}, forward"] = functools.partial(jax.jit(forward), tree, x)
         step = jax.jit(jax.value_and_grad(loss, (0, 1)))
-        programs[f"{name}, forward"] = functools.partial(jax.jit(forward), tree, x)
-        programs[f"{name}, step"] = functools.partial(step, tree, x)
-    if config.peer:
-        programs |= _theirs(leaves, np.asarray(x))
-    seconds = timing.take_turns(programs, config.repetitions)
-    fastest = {
-        call: min(
-            (np.median(seconds[name]), name)
-            for name in seconds
-            if name.endswith(call) and "torch: e" in name
-        )[1]
-        for call in ("forward", "step")
-        if config.peer
-    }
-    paired, ratios = timing.paired_interval, {}
+        calls[f"{name}, step"] = functools.partial(step, tree, x)
+    return calls | (_theirs(trees, np.asarray(x), shape) if peer else {})
+
+
+def _pairs(seconds: dict[str, np.ndarray]) -> list[tuple[str, str]]:
+    """Programs to compare; of the peer's implementations the fastest."""
+    pairs = []
     for call in ("forward", "step"):
-        blocks, dense = seconds[f"experts, blocks, {call}"], seconds[f"dense layer, {call}"]
-        ratios[f"blocks / dense layer, {call}"] = paired(blocks, dense)
-        for other in ("dense", "ragged"):
-            ratios[f"{other} / blocks, {call}"] = paired(
-                seconds[f"experts, {other}, {call}"], blocks
-            )
-        if config.peer:
-            ratios[f"{fastest[call]} / blocks"] = paired(seconds[fastest[call]], blocks)
-            ratios[f"torch: dense layer, {call} / ours"] = paired(
-                seconds[f"torch: dense layer, {call}"], dense
-            )
-    size = f"{config.batch} x {config.seq_len} tokens, " + ", ".join(
-        f"{k} {v}" for k, v in SHAPE.items()
-    )
-    rows = [
-        (name, f"{1e3 * np.median(one):.2f}", f"{1e3 * one.min():.2f}")
-        for name, one in seconds.items()
-    ]
-    title = f"{size}; float32; {config.repetitions} rounds"
-    tables = [
-        timing.table(title, ("program", "median ms", "fastest ms"), rows),
-        timing.table_of_ratios(ratios),
-    ]
-    return {"machine": timing.machine(), "seconds": seconds, "ratios": ratios, "tables": tables}
+        ours, dense = f"experts, blocks, {call}", f"dense layer, {call}"
+        others = [name for name in seconds if name.endswith(call) and name.startswith("torch: exp")]
+        pairs.append((ours, dense))
+        pairs += [(f"experts, {other}, {call}", ours) for other in ("dense", "ragged")]
+        if others:
+            pairs.append((min(others, key=lambda name: np.median(seconds[name])), ours))
+            pairs.append((f"torch: {dense}", dense))
+    return pairs
 
 
-def _theirs(leaves: list[dict], x: np.ndarray) -> dict[str, Callable[[], Any]]:
+def _theirs(
+    trees: list[dict], x: np.ndarray, shape: Mapping[str, int]
+) -> dict[str, Callable[[], Any]]:
     """Calls of transformers' dense and sparse layers with the same weights."""
     import torch  # pyright: ignore[reportMissingImports]
-    import transformers  # pyright: ignore[reportMissingImports]
+    from transformers import LlamaConfig, MixtralConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    dense, sparse = (jax.tree.map(lambda a: torch.tensor(np.asarray(a)), tree) for tree in leaves)
-    sizes = {"hidden_size": SHAPE["d_model"], "num_hidden_layers": 1}
-    mlp = LlamaMLP(
-        transformers.LlamaConfig(intermediate_size=len(dense["down"]["kernel"]), **sizes)
-    )
+    dense, sparse = (jax.tree.map(lambda a: torch.tensor(np.asarray(a)), tree) for tree in trees)
+    width, neurons = shape["d_model"], shape["neurons"]
+    one_head = {"hidden_size": width, "num_attention_heads": 1, "num_key_value_heads": 1}
+    mlp = LlamaMLP(LlamaConfig(intermediate_size=shape["top_k"] * neurons, **one_head))
     for name in ("gate", "up", "down"):
         getattr(mlp, f"{name}_proj").weight.data = dense[name]["kernel"].T.contiguous()
-    modules = {"dense layer": mlp}
+    modules: dict[str, Any] = {"dense layer": mlp}
+    turned = {name: sparse[name]["kernel"].transpose(1, 2) for name in ("gate", "up", "down")}
     for implementation in THEIRS:
-        settings = transformers.MixtralConfig(
-            intermediate_size=SHAPE["neurons"],
-            num_local_experts=SHAPE["experts"],
-            num_experts_per_tok=SHAPE["top_k"],
-            **sizes,
-        )
+        settings = MixtralConfig(intermediate_size=neurons, **one_head)
+        settings.num_local_experts, settings.num_experts_per_tok = shape["experts"], shape["top_k"]
         settings._experts_implementation = implementation
         block = MixtralSparseMoeBlock(settings)
-        turned = {name: sparse[name]["kernel"].transpose(1, 2) for name in ("gate", "up", "down")}
         block.experts.gate_up_proj.data = torch.cat([turned["gate"], turned["up"]], 1).contiguous()
         block.experts.down_proj.data = turned["down"].contiguous()
         block.gate.weight.data = sparse["router"]["kernel"].T.contiguous()

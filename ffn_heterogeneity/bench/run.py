@@ -6,7 +6,7 @@ from collections.abc import Callable
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench import cases, steps, streaming_cases
+from ffn_heterogeneity.bench import cases, experts, steps, streaming_cases
 from ffn_heterogeneity.bench.peer import NEW, PROMPT
 from ffn_heterogeneity.bench.timing import Questions, machine
 from ffn_heterogeneity.io.rows import write_results
@@ -39,6 +39,13 @@ FUSION: Questions = {
     "Does a compressed model answer faster?": (FUSED, r"(\w+), forward / .*", WHOLE),
 }
 STEPS: Questions = {"What do pieces of a training step cost?": (PIECES, r"(.* / .*)", WHOLE)}
+EXPERTS: Questions = {
+    "What does a layer with experts cost?": (
+        "Times of one layer; dense: as many neurons as a token's experts have together",
+        r"(.* / .*)",
+        r"\d+ x \d+ tokens",
+    ),
+}
 STREAMING: Questions = {
     "How long does surgery on disk take vs a copy?": ("Times", r"(process / copy)", r"^[^,]+")
 }
@@ -51,6 +58,7 @@ CASES: dict[str, tuple[Callable[..., dict], Questions]] = {
     "fusion": (cases.time_fusion, FUSION),
     "steps": (lambda config, _, load: steps.benchmark_steps(config, load), STEPS),
     "streaming": (streaming_cases.time_streaming, STREAMING),
+    "experts": (experts.time_experts, EXPERTS),
 }
 
 
