@@ -21,7 +21,7 @@ from ffn_heterogeneity.models.leaves import count_parameters
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.tree import flatten
+from ffn_heterogeneity.tree import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 D = LLAMA.d_model
@@ -128,16 +128,16 @@ def test_gradients_are_finite_differences():
     ffn, rng = block_of(4, 24), np.random.default_rng(1)
     x = rng.normal(size=(2, 5, D))
     _, gradients = with_gradients(layer, ffn, x, "blocks")
-    for path in ("router/kernel", "up/kernel", "down/kernel", "neuron_scale"):
-        flat = flatten(ffn)[path]
-        direction = rng.normal(size=flat.shape)
+    leaves = {f"ffn/{path}": leaf for path, leaf in flatten(ffn).items()} | {"x": x}
+    for path in ("x", "ffn/router/kernel", "ffn/up/kernel", "ffn/down/kernel", "ffn/neuron_scale"):
+        direction = rng.normal(size=leaves[path].shape)
 
-        def at(step, flat=flat, direction=direction):
-            tree = jax.tree.map(lambda leaf: leaf + step * direction if leaf is flat else leaf, ffn)
-            return float(jnp.sum(jnp.sin(run(layer, tree, x))))
+        def at(step, path=path, direction=direction):
+            tree = unflatten({**leaves, path: leaves[path] + step * direction})
+            return float(jnp.sum(jnp.sin(run(layer, tree["ffn"], tree["x"]))))
 
         slope = (at(1e-6) - at(-1e-6)) / 2e-6
-        np.testing.assert_allclose(np.sum(gradients[f"ffn/{path}"] * direction), slope, rtol=1e-7)
+        np.testing.assert_allclose(np.sum(gradients[path] * direction), slope, rtol=1e-7)
 
 
 def test_nan_in_one_expert_reaches_only_its_tokens():
