@@ -1,14 +1,12 @@
 """The programs of the experts' benchmark compute the same."""
 
 import numpy as np
-import pytest
 
 from ffn_heterogeneity.bench.experts import THEIRS, layers
 from ffn_heterogeneity.models.dispatch import DISPATCHES
 
 
-def test_all_programs_compute_the_same():
-    pytest.importorskip("torch", reason="torch is not installed (extra `parity`)")
+def test_all_programs_compute_the_same(torch):
     shape = {"d_model": 16, "neurons": 24, "experts": 4, "top_k": 2}
     calls = layers(2, 9, "transformers", shape)
     for kind, names in (("dense layer", [""]), ("experts", [f", {d}" for d in DISPATCHES])):

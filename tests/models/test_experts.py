@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import LLAMA, batch_of, random_params, with_experts
+from tiny_models import LLAMA, batch_of, our_logits, random_params, with_experts
 from tiny_runs import refused
 
+from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.losses.router import load_balance_term, router_z_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
@@ -193,17 +194,32 @@ def test_no_buffer_of_all_experts_and_tokens():
     assert not [shape for shape in wrong if shape in text]
 
 
-def test_equal_experts_are_the_dense_model():
-    dense, params = LLAMA, random_params(LLAMA)
-    config = with_experts(dense, 8)
+def copied(config, params):
+    """A model of 8 equal experts under random routers."""
     rng, tree = np.random.default_rng(3), unstack(jax.tree.map(np.asarray, params))
     for layer in tree["layers"]:
         layer["ffn"] = jax.tree.map(lambda x: np.repeat(x[None], 8, axis=0), layer["ffn"])
-        layer["ffn"]["router"] = {"kernel": rng.normal(size=(D, 8)).astype(np.float32)}
-    batch = batch_of(dense.vocab_size)
-    one = causal_lm.forward(dense, params, batch)["hidden"]
-    other = causal_lm.forward(config, restack(config, tree), batch)["hidden"]
-    np.testing.assert_allclose(other, one, atol=1e-5)
+        router = rng.normal(size=(config.d_model, 8)).astype(np.float32)
+        layer["ffn"]["router"] = {"kernel": router}
+    return restack(with_experts(config, 8), tree)
+
+
+def test_equal_experts_are_the_dense_model():
+    params, batch = random_params(LLAMA), batch_of(LLAMA.vocab_size)
+    one = causal_lm.forward(LLAMA, params, batch)["hidden"]
+    config, other = with_experts(LLAMA, 8), copied(LLAMA, params)
+    np.testing.assert_allclose(causal_lm.forward(config, other, batch)["hidden"], one, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_smollm2_of_equal_experts_is_smollm2(smollm2_gguf):
+    model = load_model(smollm2_gguf)
+    tokens = np.random.default_rng(0).integers(3, 49_000, (2, 24))
+    config, params = with_experts(model.config, 8), copied(model.config, model.params)
+    with jax.enable_x64(True):  # in float32 the largest difference is 1e-5 of the logit
+        wanted = our_logits(model.config, model.params, tokens, np.float64)
+        got = our_logits(config, params, tokens, np.float64)
+    np.testing.assert_allclose(got, wanted, atol=1e-9)
 
 
 # ---- losses of routers
