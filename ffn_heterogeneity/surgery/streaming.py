@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io import safetensors, tokenizer_files
-from ffn_heterogeneity.io.assemble import Stored, checked
+from ffn_heterogeneity.io.assemble import Stored, checked, is_index
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.hf import read as huggingface
 from ffn_heterogeneity.io.hf.card import published
@@ -158,7 +158,8 @@ def _specs(
     for rule in checkpoint.family.rules(written):
         for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
             stored = checkpoint.tensors[name].dtype
-            specs[name] = Spec(shape, np.dtype(stored if dtype is None else dtype))
+            kept = dtype is None or is_index(stored)
+            specs[name] = Spec(shape, np.dtype(stored if kept else dtype))
     return specs
 
 
@@ -183,10 +184,11 @@ def _write(
     turns = _turns(checkpoint, rewritten, pieces.order)
     order = [name for _, names in turns for name in names]
     places = [checkpoint.place(name) for name in order]
-    shown = bar("writing", total=len(order), unit="tensor")
+    shown, reached = bar("writing", total=len(order), unit="tensor"), 0
     with shown, read_ahead(places) as reach:
         for layer, names in turns:
-            reach(order.index(names[0]))
+            reach(reached)
+            reached += len(names)
             shown.update(len(names))
             if layer is None:
                 array = checkpoint.read(names[0])
