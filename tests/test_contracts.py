@@ -52,11 +52,11 @@ def modules_of(package) -> list:
 def with_zeros(config, params) -> dict:
     """Parameters with a zero row of W, in another layer a zero neuron, and a zero embedding."""
     tree = unstack(jax.tree.map(np.array, params))
-    tree["layers"][0]["ffn"]["down"]["kernel"][2] = 0
+    tree["layers"][0]["ffn"]["down"]["kernel"][..., 2, :] = 0
     ffn = tree["layers"][1]["ffn"]
-    ffn["down"]["kernel"][5] = 0
+    ffn["down"]["kernel"][..., 5, :] = 0
     for name in {"gate", "up"} & set(ffn):
-        ffn[name]["kernel"][:, 5] = 0
+        ffn[name]["kernel"][..., 5] = 0
     tree["embed"]["embedding"][3] = 0
     return restack(config, tree)
 

@@ -1,6 +1,6 @@
 """Neuron removal from checkpoint to checkpoint with only one layer in memory at a time.
 
-`reduce.reduce_layer` processes each layer; the family (`models/families`) maps tensors to layers.
+`reduce.reduce_blocks` processes each layer; the family (`models/families`) maps tensors to layers.
 The result has the same bytes as the model reduced in memory and written by `save_pretrained`.
 Unchanged tensors are copied.
 """
@@ -33,8 +33,9 @@ from ffn_heterogeneity.io.read_ahead import read_ahead
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import Family, Rule, expected_shapes
 from ffn_heterogeneity.models.leaves import Place
+from ffn_heterogeneity.models.walk import blocks_of, joined
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.surgery.reduce import reduce_layer, results_of
+from ffn_heterogeneity.surgery.reduce import only_block, reduce_blocks, results_of
 from ffn_heterogeneity.surgery.removal_plan import Cut, RemovalPlan
 from ffn_heterogeneity.tree import flatten, unflatten
 
@@ -74,9 +75,9 @@ class Checkpoint:
             leaves |= zip(rule.paths, rule.load([self.read(n) for n in rule.names]), strict=True)
         return leaves
 
-    def ffn(self, layer: int) -> dict:
-        """The layer's FFN leaves."""
-        return _ffn_of(self.leaves(layer), layer)
+    def blocks(self, layer: int) -> dict[Place, dict]:
+        """Leaves of the layer's blocks."""
+        return dict(blocks_of(self.config, layer, _ffn_of(self.leaves(layer), layer)))
 
 
 def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
@@ -131,7 +132,9 @@ def compress_directory(
     """
     check_streamed(plan)
     checkpoint = open_checkpoint(source)
-    cuts = plan.cuts(checkpoint.config.ffn_widths, checkpoint.ffn)
+    cuts = plan.cuts(
+        checkpoint.config.ffn_widths, lambda layer: only_block(checkpoint.blocks(layer), layer)
+    )
     widths = enumerate(checkpoint.config.ffn_widths)
     smaller = checkpoint.config.with_widths([w - _size(cuts.get(i, 0)) for i, w in widths])
     form = choose_form(smaller, export)
@@ -197,10 +200,12 @@ def _write(
             leaves = checkpoint.leaves(layer)
             ffn = _ffn_of(leaves, layer)
             if layer in changed:
-                place = Place(layer, None, "ffn")
-                ffn, removed[layer], reports[layer] = reduce_layer(
-                    checkpoint.config, place, ffn, plan, cut=cuts[layer]
+                config, place = checkpoint.config, Place(layer, None, "ffn")
+                blocks = dict(blocks_of(config, layer, ffn))
+                new, removed[layer], reports[layer] = reduce_blocks(
+                    config, blocks, plan, cut=cuts[layer]
                 )
+                ffn = joined(config, place, ffn, new)
             for path, leaf in flatten(ffn).items():
                 path = f"layers/{layer}/ffn/{path}"
                 leaves[path] = pad(leaf, shapes[path])
@@ -208,7 +213,7 @@ def _write(
                 saved = rule.save([leaves[path] for path in rule.paths])
                 for name, array in zip(rule.names, saved, strict=True):
                     pieces.write(name, array)
-    return removed, [reports[layer] for layer in sorted(reports) if reports[layer]]
+    return removed, [report for layer in sorted(reports) for report in reports[layer]]
 
 
 def _turns(

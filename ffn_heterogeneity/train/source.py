@@ -93,7 +93,9 @@ def _new_shape(source: Start) -> Model:
         **ids,
     )
     size = f"{config.n_layers}x{width}/{config.ffn_widths[0]}"
-    return Model(config, {}, tokenizer, f"new {size}, {parameters_text(config)}, seed {source.seed}")
+    return Model(
+        config, {}, tokenizer, f"new {size}, {parameters_text(config)}, seed {source.seed}"
+    )
 
 
 def starting_model(

@@ -175,7 +175,16 @@ def test_where_a_config_says_how_much_is_rotated(torch, tmp_path, name, where):
 
 
 # The others' layers are made of the same parts.
-OFTEN = ("llama", "gemma3", "gpt2", "gpt_neox", "qwen2", "qwen3", "mixtral", "qwen3_moe_dense_layer")
+OFTEN = (
+    "llama",
+    "gemma3",
+    "gpt2",
+    "gpt_neox",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe_dense_layer",
+)
 
 
 @pytest.mark.parametrize(

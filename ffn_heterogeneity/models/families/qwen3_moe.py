@@ -40,7 +40,9 @@ def _dense_layers(values: Mapping[str, Any]) -> set[int]:
     check_count("decoder_sparse_step", step)
     only = values["mlp_only_layers"]
     if wrong := [i for i in only if type(i) is not int or not 0 <= i < layers]:
-        raise ConfigError(f"mlp_only_layers: got {wrong[0]!r:.60}; expected layers 0 to {layers - 1}")
+        raise ConfigError(
+            f"mlp_only_layers: got {wrong[0]!r:.60}; expected layers 0 to {layers - 1}"
+        )
     return {i for i in range(layers) if i in only or (i + 1) % step}
 
 
