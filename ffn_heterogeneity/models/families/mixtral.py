@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,7 +71,7 @@ FAMILY = dataclasses.replace(
         rules.one_to_one, names=names.hf_expert_names("block_sparse_moe", "w1", "w3", "w2")
     ),
     # In transformers 5 the block is `mlp`, and gate and up are one tensor.
-    own_name=lambda name: name.replace(".mlp.", ".block_sparse_moe."),
+    own_name=lambda name: re.sub(r"\.mlp\.(?=gate\.|experts\.)", ".block_sparse_moe.", name),
     stacked={
         ".experts.gate_up_proj": (".experts.{e}.w1.weight", ".experts.{e}.w3.weight"),
         ".experts.down_proj": (".experts.{e}.w2.weight",),

@@ -43,8 +43,10 @@ class Rule:
 def one_tensor(path: str, name: str) -> Rule:
     """Rule of one tensor per leaf; kernels [in, out] are [out, in] in PyTorch and GGUF."""
 
-    def turn(arrays: Arrays) -> Arrays:
-        return [a.swapaxes(-1, -2) for a in arrays] if path.endswith("/kernel") else arrays
+    def turn(arrays: Arrays) -> Arrays:  # (adapters' vectors, too)
+        if not path.endswith("/kernel"):
+            return arrays
+        return [a.swapaxes(-1, -2) if a.ndim > 1 else a for a in arrays]
 
     return Rule((path,), (name,), turn, turn)
 
