@@ -263,7 +263,7 @@ class ModelConfig:
 
     @property
     def widest(self) -> tuple[int, ...]:
-        """For each layer the largest width of its kind (dense layers, layers with experts)."""
+        """Largest width of the layers of each layer's kind: dense, or with experts."""
         kinds = [layer.experts is None for layer in self.layers]
         both = list(zip(kinds, self.ffn_widths, strict=True))
         return tuple(max(width for other, width in both if other == kind) for kind in kinds)

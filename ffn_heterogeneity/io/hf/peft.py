@@ -211,6 +211,19 @@ def _joined(directory: Path, leaves: dict[str, Any], added: dict[str, Any]) -> d
     return leaves | added
 
 
+def _check_form(config: ModelConfig, leaves: Mapping[str, Any]) -> None:
+    """Reject leaves that PEFT's files have no form for."""
+    names = {path.split("/")[-1] for path in leaves}
+    if other := names & {"mask", *FFN_LEAVES, "nf4_codes", "macdrop_keep", "score", gates.A}:
+        raise CheckpointError(f"PEFT has no place for {sorted(other)}: export folded weights")
+    sparse = [path for path in leaves if path.endswith("/lora_a") and _sparse(config, path)]
+    if sparse:
+        raise CheckpointError(
+            f"PEFT has no form for adapters of experts and routers ({some(sparse)}): fold them "
+            "(save_pretrained), or keep them with structure='keep'"
+        )
+
+
 def save_adapters(
     config: ModelConfig,
     params: dict,
@@ -228,15 +241,7 @@ def save_adapters(
         raise CheckpointError(f"{directory} exists: use another, or overwrite")
     leaves, tensors, ranks, alphas = flatten(unstack(params)), {}, {}, {}
     conv1d = family_by_name(config.family).conv1d
-    names = {path.split("/")[-1] for path in leaves}
-    if other := names & {"mask", *FFN_LEAVES, "nf4_codes", "macdrop_keep", "score", gates.A}:
-        raise CheckpointError(f"PEFT has no place for {sorted(other)}: export folded weights")
-    sparse = [p for p in leaves if p.endswith("/lora_a") and _sparse(config, p)]
-    if sparse:
-        raise CheckpointError(
-            f"PEFT has no form for adapters of experts and routers ({some(sparse)}): fold them "
-            "(save_pretrained), or keep them with structure='keep'"
-        )
+    _check_form(config, leaves)
 
     def stored(modules: list[str], name: str) -> list[np.ndarray]:
         return [np.asarray(leaves[f"{module}/{name}"], np.float32) for module in modules]

@@ -1,6 +1,22 @@
 """Tables of tensor names: Llama's, with experts, Gemma's with post-norms, llama.cpp's, BERT's."""
 
-from ffn_heterogeneity.models.families.rules import name_table
+from collections.abc import Mapping
+
+
+def name_table(
+    table: Mapping[str, str], layer_prefix: str, layers: Mapping[str, str]
+) -> dict[str, str]:
+    """A full table from `{path: name}`, and `{module path: module name}` inside a layer.
+
+    Module entries ("attention/q": "self_attn.q_proj") become ".weight" and ".bias" entries.
+    """
+    names = dict(table)
+    for path, name in layers.items():
+        leaf = "scale" if path.endswith("norm") else "kernel"
+        names[f"layers/{{i}}/{path}/{leaf}"] = f"{layer_prefix}{name}.weight"
+        names[f"layers/{{i}}/{path}/bias"] = f"{layer_prefix}{name}.bias"
+    return names
+
 
 _HF_TOP = {
     "embed/embedding": "model.embed_tokens.weight",

@@ -42,11 +42,10 @@ class Rule:
 
 def one_tensor(path: str, name: str) -> Rule:
     """Rule of one tensor per leaf; kernels [in, out] are [out, in] in PyTorch and GGUF."""
+    is_kernel = path.endswith("/kernel")
 
     def turn(arrays: Arrays) -> Arrays:  # (adapters' vectors, too)
-        if not path.endswith("/kernel"):
-            return arrays
-        return [a.swapaxes(-1, -2) if a.ndim > 1 else a for a in arrays]
+        return [a.swapaxes(-1, -2) if is_kernel and a.ndim > 1 else a for a in arrays]
 
     return Rule((path,), (name,), turn, turn)
 
@@ -54,14 +53,12 @@ def one_tensor(path: str, name: str) -> Rule:
 def by_expert(path: str, names: Sequence[str]) -> Rule:
     """Rule of a leaf whose first axis is "expert": one tensor per expert, as in `one_tensor`."""
     one = one_tensor(path, "")
-
-    def load(arrays: Arrays) -> Arrays:
-        return [np.stack(one.load(arrays))]
-
-    def save(leaves: Arrays) -> Arrays:
-        return one.save(list(leaves[0]))
-
-    return Rule((path,), tuple(names), load, save)
+    return Rule(
+        (path,),
+        tuple(names),
+        load=lambda arrays: [np.stack(one.load(arrays))],
+        save=lambda leaves: one.save(list(leaves[0])),
+    )
 
 
 def one_to_one(config: ModelConfig, names: Mapping[str, str], but: str = "(?!)") -> list[Rule]:
@@ -81,17 +78,12 @@ def one_to_one(config: ModelConfig, names: Mapping[str, str], but: str = "(?!)")
     for path, leaf, layer in required(config):
         if re.search(but, path):
             continue
-        match = re.match(r"layers/(\d+)/(.*)", path)
-        lead = EXPERT if "expert" in leaf.axes else "layers/{i}/"
-        key = f"{lead}{match[2]}" if match else path
+        key = re.sub(r"layers/\d+/", EXPERT if "expert" in leaf.axes else "layers/{i}/", path)
         if key not in names:
             raise ConfigError(f"family {config.family!r} has no tensor name for the leaf {path!r}")
-        name = names[key].replace("{i}", match[1] if match else "")
-        if layer and "{e}" in name:
-            each = [name.replace("{e}", str(e)) for e in range(layer.experts or 0)]
-            rules.append(by_expert(path, each))
-        else:
-            rules.append(one_tensor(path, name))
+        name = names[key].replace("{i}", path.split("/")[1])
+        each = [name.replace("{e}", str(e)) for e in range(layer and layer.experts or 0)]
+        rules.append(by_expert(path, each) if "{e}" in name else one_tensor(path, name))
     return rules
 
 
@@ -156,18 +148,3 @@ def fused_qkv(
             paths = [f"layers/{i}/attention/{kind}/{leaf}" for kind in "qkv"]
             rules.append(fused(paths, f"{module.replace('{i}', str(i))}.{name}", groups))
     return rules
-
-
-def name_table(
-    table: Mapping[str, str], layer_prefix: str, layers: Mapping[str, str]
-) -> dict[str, str]:
-    """A full table from `{path: name}`, and `{module path: module name}` inside a layer.
-
-    Module entries ("attention/q": "self_attn.q_proj") become ".weight" and ".bias" entries.
-    """
-    names = dict(table)
-    for path, name in layers.items():
-        leaf = "scale" if path.endswith("norm") else "kernel"
-        names[f"layers/{{i}}/{path}/{leaf}"] = f"{layer_prefix}{name}.weight"
-        names[f"layers/{{i}}/{path}/bias"] = f"{layer_prefix}{name}.bias"
-    return names
