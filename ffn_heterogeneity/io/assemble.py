@@ -24,13 +24,19 @@ _EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: shape, file, loader, name in the file ("": same as ours) and dtype."""
+    """A tensor in a file, or a part of one.
+
+    Attributes:
+      name: the tensor's name in the file ("": same as ours).
+      start: the part's first byte in the tensor.
+    """
 
     shape: tuple[int, ...]
     file: str
     load: Callable[[], np.ndarray]
     name: str = ""
     dtype: Any = np.dtype(np.float32)
+    start: int = 0
 
 
 def all_finite(array: np.ndarray, chunk: int = 1 << 18) -> bool:

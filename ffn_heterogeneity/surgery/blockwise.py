@@ -52,7 +52,7 @@ def compensated(
       Adapters and masks of `down` are folded into its kernel; neuron factors stay separate.
 
     Raises:
-      ValueError: too few rows or tokens; non-finite states; "bias" if the format has none; weights
+      ValueError: a changed layer has experts; too few rows or tokens; non-finite states; "bias" if the format has none; weights
         that no longer fit in their dtype.
     """
     if method == "bias" and not smaller.config.ffn_bias:
@@ -71,6 +71,11 @@ def compensated(
         )
         behind = streams
         if not _equal(old["ffn"], layers[i]["ffn"]):
+            if configs[0].layers[0].experts is not None:
+                raise ValueError(
+                    f"compensation={method!r} supports dense layers, and layer {i} has experts: "
+                    "use one that reads no states (ridge)"
+                )
             behind, moments = _observed(configs, old, layers[i]["ffn"], streams, batches, i)
             layers[i], report = _fitted(layers[i], moments, method, i)
             reports.append(report)

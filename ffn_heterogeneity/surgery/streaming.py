@@ -6,6 +6,7 @@ Unchanged tensors are copied.
 """
 
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -66,7 +67,8 @@ class Checkpoint:
     def place(self, name: str) -> tuple[str, int, int]:
         """(file, first byte, end) of the tensor."""
         stored = self.tensors[name]
-        return stored.file, *self._bytes[stored.name]
+        first = self._bytes[stored.name][0] + stored.start
+        return stored.file, first, first + math.prod(stored.shape) * stored.dtype.itemsize
 
     def leaves(self, layer: int) -> dict[str, np.ndarray]:
         """{path: leaf} of all rules that involve the layer's FFN."""

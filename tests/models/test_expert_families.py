@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from ffn_heterogeneity.models.families import config_from_hf, config_to_hf
 from ffn_heterogeneity.models.leaves import count_parameters
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.reduce import prune, reduce_model
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.surgery.streaming import compress_directory, open_checkpoint
 from ffn_heterogeneity.tree import flatten
@@ -83,7 +84,11 @@ def test_experts_in_one_tensor_or_one_by_one(tmp_path, name):
         "gate_up_proj" in tensor for tensor in load_file(tmp_path / "False/model.safetensors")
     )
     equal(params, other)
-    assert len(open_checkpoint(tmp_path / "False").blocks(0)) == config.layers[0].experts
+    checkpoint = open_checkpoint(tmp_path / "False")
+    assert len(checkpoint.blocks(0)) == config.layers[0].experts
+    for tensor in checkpoint.tensors:
+        file, start, stop = checkpoint.place(tensor)
+        assert Path(file).read_bytes()[start:stop] == checkpoint.read(tensor).tobytes(), tensor
     plan = RemovalPlan("entropy", count=3)
     compress_directory(tmp_path / "False", tmp_path / "pruned", plan)
     smaller, tree, *_ = reduce_model(config, params, plan)
@@ -144,6 +149,18 @@ def test_what_config_json_cannot_say_is_native(tmp_path, family, what):
         assert leaf.shape == flatten(half)[path].shape
         assert (leaf.dtype == np.int32) == (flatten(half)[path].dtype == np.int32)
     assert np.isfinite(our_logits(model.config, model.params, TOKENS % 29)).all()
+
+
+def test_removal_that_does_not_support_experts(tmp_path):
+    config = tiny_of("mixtral", 2)
+    save_pretrained(config, params := random_params(config), tmp_path / "model")
+    model, plan = load_model(tmp_path / "model"), RemovalPlan("entropy", count=3, budget="global")
+    words = "budget='global': layer 0 has experts"
+    refused(words, reduce_model, config, params, plan)
+    refused(words, compress_directory, tmp_path / "model", tmp_path / "pruned", plan)
+    refused("supports dense models", prune, model, {"protect": "bos:5"})
+    settings = {"compensation": "state_ridge", "calibration": "own"}
+    refused("supports dense layers, and layer 0 has", prune, model, settings)
 
 
 def test_sizes_are_shown(tmp_path):

@@ -187,8 +187,9 @@ def _stored(
                 raise CheckpointError(
                     f"{file}: {name!r} and {other!r} are the same tensor of the model"
                 )
+            start = part.ctypes.data - view.ctypes.data
             tensors[part_name] = Stored(
-                part.shape, str(file), lambda part=part: part, name, part.dtype
+                part.shape, str(file), lambda part=part: part, name, part.dtype, start
             )
     if left_out and verbose:
         what = f"{len(left_out)} tensors that the model does not use"
