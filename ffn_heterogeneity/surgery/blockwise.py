@@ -52,8 +52,8 @@ def compensated(
       Adapters and masks of `down` are folded into its kernel; neuron factors stay separate.
 
     Raises:
-      ValueError: a changed layer has experts; too few rows or tokens; non-finite states; "bias" if the format has none; weights
-        that no longer fit in their dtype.
+      ValueError: too few rows or tokens; non-finite states; "bias" if the format has none; weights
+        that no longer fit in their dtype; a changed layer has experts.
     """
     if method == "bias" and not smaller.config.ffn_bias:
         raise ValueError(
