@@ -19,7 +19,7 @@ from ffn_heterogeneity.io.hf.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.hf.peft import save_adapters
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import cli, compress
-from ffn_heterogeneity.models.families import count_parameters
+from ffn_heterogeneity.models.leaves import parameters_text
 
 _MODEL = flags.DEFINE_string("config.model", None, "The model to convert.", required=True)
 _REVISION = flags.DEFINE_string("config.revision", None, "Branch, tag or commit of a hub id.")
@@ -49,8 +49,7 @@ def main() -> None:
         output = save_gguf(*given, **options)
     else:
         output = save_pretrained(*given, **options, tokenizer=tokenizer, export=_EXPORT.value)
-    total = count_parameters(model.config)["total"]
-    print(f"{model.source} -> {output}: {model.config.family}, {total:,} parameters")
+    print(f"{model.source} -> {output}: {model.config.family}, {parameters_text(model.config)}")
     print(loads_in(output))
     if _PUSH.value:
         print(push_directory(output, _PUSH.value))

@@ -60,8 +60,9 @@ def byte_tokenizer(**ids: int):
 def tiny_of(family: str, layers: int = 6) -> ModelConfig:
     """The family's first preset with few small layers; its pattern of layers and details stay."""
     config, _ = next(iter(families.FAMILIES[family].presets.values()))
+    fewer = {"experts": 4, "top_k": 2} if config.layers[0].experts else {}
     small_layers = tuple(
-        dataclasses.replace(layer, ffn_width=12, window=layer.window and 3)
+        dataclasses.replace(layer, ffn_width=12, window=layer.window and 3, **fewer)
         for layer in config.layers[:layers]
     )
     sizes = {"vocab_size": 29, "d_model": 8, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}

@@ -12,6 +12,7 @@ import numpy as np
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import Rule, expected_shapes
+from ffn_heterogeneity.models.leaves import required, sizes
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.tree import unflatten
 from ffn_heterogeneity.wording import some
@@ -23,13 +24,19 @@ _EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: shape, file, loader, name in the file ("": same as ours) and dtype."""
+    """A tensor in a file, or a part of one.
+
+    Attributes:
+      name: the tensor's name in the file ("": same as ours).
+      start: the part's first byte in the tensor.
+    """
 
     shape: tuple[int, ...]
     file: str
     load: Callable[[], np.ndarray]
     name: str = ""
     dtype: Any = np.dtype(np.float32)
+    start: int = 0
 
 
 def all_finite(array: np.ndarray, chunk: int = 1 << 18) -> bool:
@@ -46,13 +53,20 @@ def all_finite(array: np.ndarray, chunk: int = 1 << 18) -> bool:
     return True
 
 
+def is_index(dtype: np.dtype) -> bool:
+    """True for the dtypes of leaves that hold indices (`expert_of`), which are never cast."""
+    return np.issubdtype(dtype, np.integer)
+
+
 def narrowed(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Cast the array to another dtype.
+    """Cast the array to another dtype, except indices.
 
     Raises:
       CheckpointError: a finite value becomes infinite.
     """
     dtype = np.dtype(dtype)
+    if is_index(array.dtype):
+        return array
     if dtype == array.dtype or ml_dtypes.finfo(dtype).max >= ml_dtypes.finfo(array.dtype).max:
         return array.astype(dtype, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -87,20 +101,32 @@ def assemble(
       dtype: dtype to cast to; None keeps each tensor's dtype.
 
     Raises:
-      CheckpointError: a tensor is missing, extra, of the wrong shape or dtype, or has NaN or
-        infinity.
+      CheckpointError: a tensor is missing, extra, of the wrong shape or dtype, or has NaN,
+        infinity, or an index out of range.
     """
-    rules, leaves = list(rules), {}
+    rules, leaves, ends = list(rules), {}, _index_ends(config)
     leaf_shapes(config, rules, tensors, redundant, extra_shapes)
     tensors = without_tied(config, rules, tensors)
     for rule in rules:
         arrays = [checked(name, tensors[name], check_finite) for name in rule.names]
+        if (end := ends.get(rule.paths[0])) and not all(0 <= i < end for i in arrays[0].flat):
+            what = f"{tensors[rule.names[0]].file}: tensor {rule.names[0]!r}"
+            raise CheckpointError(f"{what} has indices outside 0 to {end - 1}")
         for path, leaf in zip(rule.paths, rule.load(arrays), strict=True):
             leaf = transform(config, path, leaf) if transform else leaf
             leaves[path] = leaf if dtype is None else narrowed(path, leaf, dtype)
     tree = restack(config, unflatten(leaves))
     # Stacking has copied most leaves; the others must not remain views of a mapped file.
     return jax.tree.map(lambda leaf: np.require(leaf, requirements=["C", "E", "O", "W"]), tree)
+
+
+def _index_ends(config: ModelConfig) -> dict[str, int]:
+    """{path of a leaf of indices: the number of things that they index}."""
+    return {
+        path: sizes(config, layer)[leaf.numbers]
+        for path, leaf, layer in required(config)
+        if leaf.numbers
+    }
 
 
 def leaf_shapes(
@@ -113,9 +139,10 @@ def leaf_shapes(
     """Return `{path: shape and dtype}` of the leaves of `assemble` without reading a tensor.
 
     Raises:
-      CheckpointError: a tensor is missing, extra, of the wrong shape, or not of a float type.
+      CheckpointError: a tensor is missing, extra, of the wrong shape or type.
     """
     shapes, leaves = expected_shapes(config) | dict(extra_shapes or {}), {}
+    ends = _index_ends(config)
     wanted = {name for rule in rules for name in rule.names}
     if missing := [name for rule in rules for name in rule.names if name not in tensors]:
         source = next(iter(tensors.values())).file if tensors else "the checkpoint"
@@ -134,9 +161,10 @@ def leaf_shapes(
             if tuple(stored.shape) != tuple(shape):
                 asked = f"the config asks for {tuple(shape)}"
                 raise CheckpointError(f"{what} has shape {tuple(stored.shape)}, {asked}")
-            if stored.dtype not in FLOATS:
-                raise CheckpointError(f"{what} is {stored.dtype}, not a float type")
-        dtype = np.result_type(*(tensors[name].dtype for name in rule.names))
+            kind = "an index type" if rule.paths[0] in ends else "a float type"
+            if not (is_index(stored.dtype) if rule.paths[0] in ends else stored.dtype in FLOATS):
+                raise CheckpointError(f"{what} is {stored.dtype}, not {kind}")
+        dtype = np.result_type(*{tensors[name].dtype for name in rule.names})
         leaves |= {path: jax.ShapeDtypeStruct(shapes[path], dtype) for path in rule.paths}
     return leaves
 

@@ -32,6 +32,7 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.models.generate import check_vocabulary
+from ffn_heterogeneity.models.leaves import count_parameters
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.tree import flatten
 from ffn_heterogeneity.wording import naming, nearest
@@ -99,6 +100,7 @@ class Model:
             "heads": f"{config.n_heads} of {config.head_dim}, {config.n_kv_heads} for keys",
             "vocabulary": f"{config.vocab_size:,}"
             + (", tied" if config.lm_head and config.tied else ""),
+            **_experts(config),
             "parameters": f"{sum(counts.values()):,}",
             **{f"  {name}": f"{count:,}" for name, count in counts.items()},
             "dtypes": ", ".join(sorted({str(leaf.dtype) for leaf in leaves.values()})),
@@ -106,6 +108,16 @@ class Model:
             "tokenizer": "none" if self.tokenizer is None else type(self.tokenizer).__name__,
         }
         return "\n".join(f"{name:<19}{value}" for name, value in rows.items())
+
+
+def _experts(config: ModelConfig) -> dict[str, str]:
+    """Rows about experts in the table of a model's sizes; {} without experts."""
+    sparse = [layer for layer in config.layers if layer.experts is not None]
+    if not sparse:
+        return {}
+    kinds = dict.fromkeys(f"{each.experts}, {each.top_k + each.shared} active" for each in sparse)
+    rows = {"experts": "; ".join(kinds) + f", in {len(sparse)} layers"}
+    return rows | {"active parameters": f"{count_parameters(config)['active']:,}"}
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -19,7 +19,7 @@ from ffn_heterogeneity.io.hf.card import (
     write_card,
 )
 from ffn_heterogeneity.io.hf.export import EXPORTS, save_pretrained
-from ffn_heterogeneity.io.load import load_model, model_directory
+from ffn_heterogeneity.io.load import load_config, load_model, model_directory
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.models.unused import check_leaves
@@ -54,7 +54,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     if model is None:
         source = model_directory(config.model, revision=config.revision)
         results = compress_directory(source, target, settings, export=config.export, dtype=dtype)
-        written = None
+        written = load_config(target)
     else:
         key = jax.random.key(config.get("seed", 0))
         changed, results = surgery(model, settings, key=key)
@@ -65,7 +65,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         save_pretrained(changed.config, changed.params, target, overwrite=True, **form)
     keep_own_text(workdir, results)
     summary = describe(surgery.name, results)
-    if written and "removed" in results:
+    if "removed" in results:
         write_json(target / REMOVED, published(results))
     if score and before:
         after = score(load_model(str(target)))

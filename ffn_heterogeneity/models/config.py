@@ -261,6 +261,13 @@ class ModelConfig:
     def uniform_width(self) -> bool:
         return len(set(self.ffn_widths)) == 1
 
+    @property
+    def widest(self) -> tuple[int, ...]:
+        """Largest width of the layers of each layer's kind: dense, or with experts."""
+        kinds = [layer.experts is None for layer in self.layers]
+        both = list(zip(kinds, self.ffn_widths, strict=True))
+        return tuple(max(width for other, width in both if other == kind) for kind in kinds)
+
     def with_widths(self, widths: Sequence[int]) -> ModelConfig:
         """Return the config with `widths[i]` inner neurons in layer i."""
         if len(widths) != self.n_layers:

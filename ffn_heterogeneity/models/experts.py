@@ -112,15 +112,9 @@ class Experts(nn.Module):
         Raises:
           ValueError: one is missing, or has another shape.
         """
-        layer, given = self.layer, self.variables["params"]
-        sized = sizes(self.config, layer)
-        merged = layer.columns + layer.shared != layer.experts
-        for path, leaf in inner_leaves(self.config, layer):
-            if (
-                not path.startswith("ffn/")
-                or leaf.optional
-                and not (merged and "route" in leaf.axes)
-            ):
+        given, sized = self.variables["params"], sizes(self.config, self.layer)
+        for path, leaf in inner_leaves(self.config, self.layer):
+            if leaf.optional or not path.startswith("ffn/"):
                 continue
             path, shape = path.removeprefix("ffn/"), shape_of(leaf, sized)
             value, module = subtree(given, path), subtree(given, path.rpartition("/")[0])

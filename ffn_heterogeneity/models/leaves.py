@@ -77,7 +77,8 @@ def _router(layer: LayerConfig) -> Declared:
     if layer.router == "mlp":
         yield from _linear("ffn/router/hidden", columns, columns := "route", bias=False)
     yield from _linear("ffn/router", columns, "route", bias=False)
-    yield "ffn/expert_of", data("route", numbers="expert", dtype=np.int32)
+    merged = layer.columns + layer.shared != layer.experts
+    yield "ffn/expert_of", data("route", numbers="expert", dtype=np.int32, optional=not merged)
 
 
 def _before(config: ModelConfig) -> Declared:
@@ -128,31 +129,39 @@ def shape_of(leaf: Leaf, sized: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(sized[axis] for axis in leaf.axes)
 
 
+def required(config: ModelConfig) -> Iterator[tuple[str, Leaf, LayerConfig | None]]:
+    """(path in the unstacked tree, declaration, its layer) of the leaves that a model must have."""
+    yield from ((path, leaf, None) for path, leaf in _before(config))
+    for i, layer in enumerate(config.layers):
+        for path, leaf in inner_leaves(config, layer):
+            if not leaf.optional:
+                yield f"layers/{i}/{path}", leaf, layer
+    yield from ((path, leaf, None) for path, leaf in _behind(config))
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return `{path: shape}` of the unstacked tree ("layers/3/ffn/down/kernel": (m_3, d)).
 
     It is pure arithmetic: a 405B model takes milliseconds. Checkpoint readers compare every tensor
     with its shape.
     """
-    shapes = {path: shape_of(leaf, sizes(config)) for path, leaf in _before(config)}
-    for i, layer in enumerate(config.layers):
-        sized = sizes(config, layer)
-        for path, leaf in inner_leaves(config, layer):
-            if not leaf.optional:
-                shapes[f"layers/{i}/{path}"] = shape_of(leaf, sized)
-    return shapes | {path: shape_of(leaf, sizes(config)) for path, leaf in _behind(config)}
+    sized = {layer: sizes(config, layer) for layer in (None, *config.layers)}
+    return {path: shape_of(leaf, sized[layer]) for path, leaf, layer in required(config)}
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
-    """Count parameters: `total` and its parts.
+    """Count parameters: `total`, its parts, and `active`.
 
     Parts: `embedding` (the tables, counted once if tied), `head` (0 if tied; or a pooler),
-    `attention` (projections, biases, QK-norms), `ffn` (projections, biases), `norms` (all others).
+    `attention` (projections, biases, QK-norms), `ffn` (projections, biases, routers), `norms` (all
+    others). `active` are those that one token uses: of experts only the chosen and shared ones.
     """
-    names = ("total", "embedding", "head", "attention", "ffn", "norms")
+    names = ("total", "embedding", "head", "attention", "ffn", "norms", "active")
     counts: dict[str, int] = dict.fromkeys(names, 0)
-    for path, shape in expected_shapes(config).items():
-        parts, size = path.split("/"), math.prod(shape)
+    shapes = expected_shapes(config)
+    for path, leaf, layer in required(config):
+        parts, size = path.split("/"), math.prod(shapes[path]) * leaf.holds
+        share = layer.read_share if layer and "expert" in leaf.axes else 1.0
         kind = next((name for name in ("attention", "ffn") if name in parts), "norms")
         if parts[0] == "embed" and parts[1] != "norm":
             kind = "embedding"
@@ -160,7 +169,15 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
             kind = "head"
         counts[kind] += size
         counts["total"] += size
+        counts["active"] += round(size * share)
     return counts
+
+
+def parameters_text(config: ModelConfig) -> str:
+    """Return e.g. "46,702,792,704 parameters, 12,879,925,248 active per token"."""
+    counts = count_parameters(config)
+    total, active = counts["total"], counts["active"]
+    return f"{total:,} parameters" + (f", {active:,} active per token" if active < total else "")
 
 
 # ---- the leaves of a tree
@@ -283,16 +300,19 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
             places = jnp.asarray([segment.layer(slot, j) for j in range(segment.repeats)])
             for path, leaf in jax.vmap(draw)(keys[places]).items():
                 made[f"stack/segment_{i}/slot_{slot}/{path}"] = leaf
-    return unflatten({path: leaf.astype(dtype) for path, leaf in made.items()})
+    floats = {p: x.astype(dtype) for p, x in made.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    return unflatten(made | floats)
 
 
 def drawn(
     leaves: Mapping[str, Leaf], sized: Mapping[str, int], key: jax.Array
 ) -> dict[str, jax.Array]:
-    """{path: initial values, float32}; each depends only on `key` and its path."""
+    """{path: initial values, float32 or indices}; each depends only on `key` and its path."""
 
     def values(path: str, leaf: Leaf) -> jax.Array:
         shape = shape_of(leaf, sized)
+        if leaf.numbers:
+            return jnp.broadcast_to(jnp.arange(shape[-1]) % sized[leaf.numbers], shape)
         if leaf.init is not None:
             return jnp.full(shape, leaf.init, jnp.float32)
         leaf_key = jax.random.fold_in(key, zlib.crc32(path.encode()))

@@ -38,13 +38,18 @@ def ffn_blocks(config: ModelConfig, params: dict) -> Iterator[tuple[Place, dict]
       ValueError: a quantized block.
     """
     for layer, ffn in layer_leaves(params, "ffn"):
-        block = {name: entry for name, entry in ffn.items() if _of_block(name)}
-        if any("kernel" not in leaves for leaves in block.values() if isinstance(leaves, dict)):
-            raise ValueError(
-                f"layer {layer}: its FFN holds codes or factors in place of kernels: fold the "
-                "model first (surgery fold)"
-            )
-        yield from _by_expert(config, Place(layer, None, "ffn"), block)
+        yield from blocks_of(config, layer, ffn)
+
+
+def blocks_of(config: ModelConfig, layer: int, ffn: dict) -> Iterator[tuple[Place, dict]]:
+    """The blocks of one layer with the leaves `ffn`, as in `ffn_blocks`."""
+    block = {name: entry for name, entry in ffn.items() if _of_block(name)}
+    if any("kernel" not in leaves for leaves in block.values() if isinstance(leaves, dict)):
+        raise ValueError(
+            f"layer {layer}: its FFN holds codes or factors in place of kernels: fold the "
+            "model first (surgery fold)"
+        )
+    yield from _by_expert(config, Place(layer, None, "ffn"), block)
 
 
 def _of_block(name: str) -> bool:
@@ -79,17 +84,31 @@ def write(config: ModelConfig, params: dict, new: Mapping[Place, Mapping[str, An
     params = unstack(params)
     layers = list(params["layers"])
     for layer, name in dict.fromkeys((place.layer, place.name) for place in new):
-        before = subtree(layers[layer], name)
-        layer_place = Place(layer, None, name)
-        leaves: Any = new.get(layer_place)
-        if leaves is None:
-            experts = range(config.layers[layer].experts or 0)
-            parts = [new.get(layer_place._replace(expert=expert)) for expert in experts]
-            if None in parts or not parts:
-                raise ValueError(f"layer {layer}: only some of its {len(parts)} experts are given")
-            with naming(f"layer {layer}: experts of unlike shapes"):
-                leaves = jax.tree.map(stack_leaves, *parts)
-        if name == "ffn":
-            leaves = {k: v for k, v in before.items() if not _of_block(k)} | leaves
+        leaves = joined(config, Place(layer, None, name), subtree(layers[layer], name), new)
         layers[layer] = replaced(layers[layer], name, leaves)
     return {**params, "layers": layers}
+
+
+def joined(
+    config: ModelConfig, place: Place, before: dict, new: Mapping[Place, Mapping[str, Any]]
+) -> dict:
+    """Leaves of one layer's place from `new`: its own, or those of all its experts, stacked.
+
+    Errors as `write`.
+
+    Args:
+      before: the earlier leaves; of an FFN, those that no single expert has are kept.
+    """
+    leaves: Any = new.get(place)
+    if leaves is None:
+        experts = range(config.layers[place.layer].experts or 0)
+        parts = [new.get(place._replace(expert=expert)) for expert in experts]
+        if None in parts or not parts:
+            raise ValueError(
+                f"layer {place.layer}: only some of its {len(parts)} experts are given"
+            )
+        with naming(f"layer {place.layer}: experts of unlike shapes"):
+            leaves = jax.tree.map(stack_leaves, *parts)
+    if place.name == "ffn":
+        leaves = {k: v for k, v in before.items() if not _of_block(k)} | leaves
+    return leaves

@@ -53,7 +53,7 @@ def compensated(
 
     Raises:
       ValueError: too few rows or tokens; non-finite states; "bias" if the format has none; weights
-        that no longer fit in their dtype.
+        that no longer fit in their dtype; a changed layer has experts.
     """
     if method == "bias" and not smaller.config.ffn_bias:
         raise ValueError(
@@ -71,6 +71,11 @@ def compensated(
         )
         behind = streams
         if not _equal(old["ffn"], layers[i]["ffn"]):
+            if configs[0].layers[0].experts is not None:
+                raise ValueError(
+                    f"compensation={method!r} supports dense layers, and layer {i} has experts: "
+                    "use one that reads no states (ridge)"
+                )
             behind, moments = _observed(configs, old, layers[i]["ffn"], streams, batches, i)
             layers[i], report = _fitted(layers[i], moments, method, i)
             reports.append(report)

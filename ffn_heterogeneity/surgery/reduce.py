@@ -120,6 +120,46 @@ def reduce_layer(
     return smaller | {"down": {"kernel": kernel} | bias}, gone, {"layer": place.layer} | report
 
 
+def reduce_blocks(
+    config: ModelConfig,
+    blocks: Mapping[Place, dict],
+    plan: RemovalPlan,
+    *,
+    cut: Cut,
+    seen: dict | None = None,
+) -> tuple[dict[Place, dict], np.ndarray, list[dict]]:
+    """Reduce all blocks of one layer; arguments and errors as `reduce_layer`.
+
+    Returns:
+      ({place: new leaves}, the removed neurons (with experts one row per expert), the reports).
+    """
+    made = {
+        place: reduce_layer(config, place, block, plan, cut=cut, seen=seen)
+        for place, block in blocks.items()
+    }
+    removed = [gone for _, gone, _ in made.values()]
+    sparse = any(place.expert is not None for place in blocks)
+    return (
+        {place: leaves for place, (leaves, _, _) in made.items()},
+        np.stack(removed) if sparse else removed[0],
+        [report for _, _, report in made.values() if report],
+    )
+
+
+def only_block(blocks: Mapping[Place, dict], layer: int) -> dict:
+    """Return the leaves of a layer's only block, for a budget over all layers.
+
+    Raises:
+      ValueError: the layer has experts.
+    """
+    if (place := Place(layer, None, "ffn")) not in blocks:
+        raise ValueError(
+            f"budget='global': layer {layer} has experts, which must stay equally wide; use "
+            "budget='layer'"
+        )
+    return blocks[place]
+
+
 def reduce_model(
     config: ModelConfig, params: dict, plan: RemovalPlan, seen: Sequence[Any] | None = None
 ) -> tuple[ModelConfig, dict, dict[int, np.ndarray], list[dict]]:
@@ -140,7 +180,7 @@ def reduce_model(
     states: Sequence[Any] = [None] * config.n_layers if seen is None else seen
     new, removed, reports = {}, {}, []
 
-    cuts = plan.cuts(widths, lambda i: blocks[Place(i, None, "ffn")], states)
+    cuts = plan.cuts(widths, lambda i: only_block(blocks, i), states)
     massive = [spec for spec in (plan.protect, plan.lose) if spec.startswith("massive:")]
     if massive and not any((states[layer] or {})["massive"] for layer in cuts):
         raise ValueError(
@@ -148,15 +188,11 @@ def reduce_model(
             "names"
         )
     for layer, cut in cuts.items():
-        for place in [place for place in blocks if place.layer == layer]:
-            new[place], gone, report = reduce_layer(
-                config, place, blocks[place], plan, cut=cut, seen=states[layer]
-            )
-            removed.setdefault(layer, []).append(gone)
-            reports += [report] if report else []
-        widths[layer] -= len(gone)
-        # A layer with experts has one list per expert.
-        removed[layer] = gone if Place(layer, None, "ffn") in new else np.stack(removed[layer])
+        own = {place: block for place, block in blocks.items() if place.layer == layer}
+        made, removed[layer], more = reduce_blocks(config, own, plan, cut=cut, seen=states[layer])
+        new |= made
+        reports += more
+        widths[layer] -= removed[layer].shape[-1]
     return config.with_widths(widths), write(config, params, new), removed, reports
 
 

@@ -1,11 +1,12 @@
 """Neuron removal from checkpoint to checkpoint with only one layer in memory at a time.
 
-`reduce.reduce_layer` processes each layer; the family (`models/families`) maps tensors to layers.
+`reduce.reduce_blocks` processes each layer; the family (`models/families`) maps tensors to layers.
 The result has the same bytes as the model reduced in memory and written by `save_pretrained`.
 Unchanged tensors are copied.
 """
 
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io import safetensors, tokenizer_files
-from ffn_heterogeneity.io.assemble import Stored, checked
+from ffn_heterogeneity.io.assemble import Stored, checked, is_index
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.hf import read as huggingface
 from ffn_heterogeneity.io.hf.card import published
@@ -33,8 +34,9 @@ from ffn_heterogeneity.io.read_ahead import read_ahead
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import Family, Rule, expected_shapes
 from ffn_heterogeneity.models.leaves import Place
+from ffn_heterogeneity.models.walk import blocks_of, joined
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.surgery.reduce import reduce_layer, results_of
+from ffn_heterogeneity.surgery.reduce import only_block, reduce_blocks, results_of
 from ffn_heterogeneity.surgery.removal_plan import Cut, RemovalPlan
 from ffn_heterogeneity.tree import flatten, unflatten
 
@@ -65,7 +67,8 @@ class Checkpoint:
     def place(self, name: str) -> tuple[str, int, int]:
         """(file, first byte, end) of the tensor."""
         stored = self.tensors[name]
-        return stored.file, *self._bytes[stored.name]
+        first = self._bytes[stored.name][0] + stored.start
+        return stored.file, first, first + math.prod(stored.shape) * stored.dtype.itemsize
 
     def leaves(self, layer: int) -> dict[str, np.ndarray]:
         """{path: leaf} of all rules that involve the layer's FFN."""
@@ -74,9 +77,9 @@ class Checkpoint:
             leaves |= zip(rule.paths, rule.load([self.read(n) for n in rule.names]), strict=True)
         return leaves
 
-    def ffn(self, layer: int) -> dict:
-        """The layer's FFN leaves."""
-        return _ffn_of(self.leaves(layer), layer)
+    def blocks(self, layer: int) -> dict[Place, dict]:
+        """Leaves of the layer's blocks."""
+        return dict(blocks_of(self.config, layer, _ffn_of(self.leaves(layer), layer)))
 
 
 def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
@@ -131,7 +134,9 @@ def compress_directory(
     """
     check_streamed(plan)
     checkpoint = open_checkpoint(source)
-    cuts = plan.cuts(checkpoint.config.ffn_widths, checkpoint.ffn)
+    cuts = plan.cuts(
+        checkpoint.config.ffn_widths, lambda layer: only_block(checkpoint.blocks(layer), layer)
+    )
     widths = enumerate(checkpoint.config.ffn_widths)
     smaller = checkpoint.config.with_widths([w - _size(cuts.get(i, 0)) for i, w in widths])
     form = choose_form(smaller, export)
@@ -158,7 +163,8 @@ def _specs(
     for rule in checkpoint.family.rules(written):
         for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
             stored = checkpoint.tensors[name].dtype
-            specs[name] = Spec(shape, np.dtype(stored if dtype is None else dtype))
+            kept = dtype is None or is_index(stored)
+            specs[name] = Spec(shape, np.dtype(stored if kept else dtype))
     return specs
 
 
@@ -183,10 +189,11 @@ def _write(
     turns = _turns(checkpoint, rewritten, pieces.order)
     order = [name for _, names in turns for name in names]
     places = [checkpoint.place(name) for name in order]
-    shown = bar("writing", total=len(order), unit="tensor")
+    shown, reached = bar("writing", total=len(order), unit="tensor"), 0
     with shown, read_ahead(places) as reach:
         for layer, names in turns:
-            reach(order.index(names[0]))
+            reach(reached)
+            reached += len(names)
             shown.update(len(names))
             if layer is None:
                 array = checkpoint.read(names[0])
@@ -195,10 +202,12 @@ def _write(
             leaves = checkpoint.leaves(layer)
             ffn = _ffn_of(leaves, layer)
             if layer in changed:
-                place = Place(layer, None, "ffn")
-                ffn, removed[layer], reports[layer] = reduce_layer(
-                    checkpoint.config, place, ffn, plan, cut=cuts[layer]
+                config, place = checkpoint.config, Place(layer, None, "ffn")
+                blocks = dict(blocks_of(config, layer, ffn))
+                new, removed[layer], reports[layer] = reduce_blocks(
+                    config, blocks, plan, cut=cuts[layer]
                 )
+                ffn = joined(config, place, ffn, new)
             for path, leaf in flatten(ffn).items():
                 path = f"layers/{layer}/ffn/{path}"
                 leaves[path] = pad(leaf, shapes[path])
@@ -206,7 +215,7 @@ def _write(
                 saved = rule.save([leaves[path] for path in rule.paths])
                 for name, array in zip(rule.names, saved, strict=True):
                     pieces.write(name, array)
-    return removed, [reports[layer] for layer in sorted(reports) if reports[layer]]
+    return removed, [report for layer in sorted(reports) for report in reports[layer]]
 
 
 def _turns(

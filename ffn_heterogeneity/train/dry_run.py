@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.leaves import count_parameters
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import rows_of_micro_batch
@@ -68,6 +69,7 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
         "compiled": compilation,
         "assumed": "; ".join(built.assumed),
         "parameters": sum(built.sizes.values()),
+        "active_parameters": _active(built),
         "trainable_parameters": _trained(built),
         "bytes_per_device": state_bytes(built),
         "tokens_per_step": built.tokens,
@@ -84,6 +86,12 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
 def _trained(built: Plan) -> int:
     """Number of trainable parameters."""
     return sum(size for path, size in built.sizes.items() if built.trainable[path])
+
+
+def _active(built: Plan) -> int:
+    """Number of parameters that one token uses."""
+    counts = count_parameters(built.model)
+    return sum(built.sizes.values()) - counts["total"] + counts["active"]
 
 
 def _mesh(sizes: Mapping[str, int], target: Target) -> Mesh | AbstractMesh:
@@ -197,11 +205,13 @@ def _bytes_sent(built: Plan) -> float:
 
 def describe(plan: dict, target: Target) -> str:
     """The plan as tables."""
+    parameters, used = plan["parameters"], plan["active_parameters"]
+    active = f"{used:,} active per token, " if used < parameters else ""
     lines = [
         f"{plan['model']} on {target.name} ({plan['device_count']} devices, mesh "
         + " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
         + ")",
-        f"{plan['parameters']:,} parameters, {plan['trainable_parameters']:,} of them train; "
+        f"{parameters:,} parameters, {active}{plan['trainable_parameters']:,} of them train; "
         f"{plan['tokens_per_step']:,} tokens a step, in {plan['compute_dtype']}, "
         f"remat={plan['remat']}",
         *filter(None, [plan["assumed"]]),

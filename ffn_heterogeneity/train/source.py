@@ -16,7 +16,7 @@ from ffn_heterogeneity.heads import ROOT, with_head
 from ffn_heterogeneity.io.load import Model, load_model, load_shapes, load_tokenizer
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import HeadConfig, LayerConfig, ModelConfig
-from ffn_heterogeneity.models.leaves import count_parameters
+from ffn_heterogeneity.models.leaves import parameters_text
 from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.wording import check_number
@@ -95,8 +95,9 @@ def _new_shape(source: Start) -> Model:
         **ids,
     )
     size = f"{config.n_layers}x{width}/{config.ffn_widths[0]}"
-    total = count_parameters(config)["total"]
-    return Model(config, {}, tokenizer, f"new {size}, {total:,} parameters, seed {source.seed}")
+    return Model(
+        config, {}, tokenizer, f"new {size}, {parameters_text(config)}, seed {source.seed}"
+    )
 
 
 def starting_model(

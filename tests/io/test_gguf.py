@@ -20,6 +20,7 @@ from ffn_heterogeneity.tree import flatten
 NAMES = {
     **{f"attention/{part}": f"attn_{part}" for part in ("q", "k", "v", "q_norm", "k_norm")},
     **{f"ffn/{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "ffn/router": "ffn_gate_inp",
     **{"attention_norm": "attn_norm", "attention/out": "attn_output", "ffn_norm": "ffn_norm"},
     **{"post_attention_norm": "post_attention_norm", "post_ffn_norm": "post_ffw_norm"},
 }
@@ -47,6 +48,9 @@ def tiny_config(preset="llama2_7b", layers=3, **changes):
         changes["embedding_multiplier"] = 32**0.5
     if config.query_scale:
         changes["query_scale"] = 8**-0.5
+    if config.layers[0].experts:
+        few = {"experts": 3, "top_k": 2}
+        changes["layers"] = tuple(dataclasses.replace(x, **few) for x in changes["layers"])
     return dataclasses.replace(config, **changes).with_widths([64] * layers)
 
 
@@ -62,9 +66,12 @@ def converted(config, path, leaf):
         name = TOP[path]
     else:
         _, layer, *part, kind = path.split("/")
-        name = f"blk.{layer}.{NAMES['/'.join(part)]}.{KINDS[kind]}"
-    tensor = leaf.T if path.endswith("kernel") else leaf
-    if config.family in ("llama", "olmo") and name.endswith(("attn_q.weight", "attn_k.weight")):
+        experts = "_exps" if leaf.ndim == 3 else ""
+        name = f"blk.{layer}.{NAMES['/'.join(part)]}{experts}.{KINDS[kind]}"
+    tensor = leaf.swapaxes(-1, -2) if path.endswith("kernel") else leaf
+    if config.family in ("llama", "olmo", "mixtral") and name.endswith(
+        ("attn_q.weight", "attn_k.weight")
+    ):
         heads = config.n_heads if "attn_q" in name else config.n_kv_heads
         rows = tensor.shape[0]
         tensor = tensor.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(rows, -1)
@@ -96,12 +103,11 @@ def write(path, config, leaves, *, quantise=(), drop=(), add=None, meta=None, ar
     from gguf.quants import quantize
 
     quantise = dict(quantise)
-    names = {"gpt_neox": "gptneox"}
+    names = {"gpt_neox": "gptneox", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
     writer = GGUFWriter(path, architecture or names.get(config.family, config.family))
     writer.add_block_count(config.n_layers)
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.d_model)
-    writer.add_feed_forward_length(config.layers[0].ffn_width)
     writer.add_head_count(config.n_heads)
     writer.add_head_count_kv(config.n_kv_heads)
     if config.norm_kind == "rms":
@@ -112,6 +118,14 @@ def write(path, config, leaves, *, quantise=(), drop=(), add=None, meta=None, ar
     if config.family == "gpt_neox":
         writer.add_rope_dimension_count(config.layers[0].rope.rotated(config.head_dim))
         writer.add_parallel_residual(config.parallel_residual)
+    if experts := config.layers[0].experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.layers[0].top_k)
+    if config.family == "qwen3_moe":
+        writer.add_feed_forward_length(6144)  # of dense layers, which it does not have
+        writer.add_expert_feed_forward_length(config.layers[0].ffn_width)
+    else:
+        writer.add_feed_forward_length(config.layers[0].ffn_width)
     if config.qkv_clip:
         writer.add_clamp_kqv(config.qkv_clip)
     writer.add_bos_token_id(config.bos_id)
@@ -158,6 +172,8 @@ CASES = [
     ("qwen2_5_0_5b", 2, {}),
     ("qwen2_5_7b", 3, {}),
     ("qwen3_0_6b", 3, {}),
+    ("mixtral_8x7b", 2, {}),
+    ("qwen3_30b_a3b", 3, {}),
 ]
 
 

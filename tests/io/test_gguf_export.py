@@ -77,11 +77,16 @@ def test_narrow_types(tmp_path, type, error):
         ({"activation": "relu"}, "activation"),
         ({"layers": "llama3"}, "rope"),
         ({"query_scale": 0.3}, "query_scale"),
+        ({"preset": "mixtral_8x7b", "gates": "softmax"}, "layers would be read"),
     ],
 )
 def test_what_the_format_cannot_say_is_refused(tmp_path, changes, words):
-    config = tiny_config("llama2_7b", 2)
-    if changes.get("layers"):
+    config = tiny_config(changes.get("preset", "llama2_7b"), 2)
+    if "gates" in changes:
+        changes = {
+            "layers": (config.layers[0], dataclasses.replace(config.layers[1], gates="softmax"))
+        }
+    if changes.get("layers") == "llama3":
         rope = RopeConfig(llama3=(8.0, 1.0, 2.0, 512))
         changes = {"layers": tuple(dataclasses.replace(each, rope=rope) for each in config.layers)}
     config = dataclasses.replace(config, **changes)

@@ -192,3 +192,13 @@ def test_what_cannot_be_written(base, tmp_path):
     with pytest.raises(CheckpointError, match="no place for .*macdrop_keep"):
         save_adapters(LLAMA, dropping.params, tmp_path / "a", str(base))
     refused("exists", save_adapters, LLAMA, model.params, base, str(base), error=CheckpointError)
+    config = tiny_of("mixtral", 2)
+    model = adapted(config, "lora", "attention/q|ffn/up")
+    with pytest.raises(CheckpointError, match="experts and routers .*ffn/up/lora_a.*keep"):
+        save_adapters(config, model.params, tmp_path / "x", "y")
+    model = adapted(config, "lora", "attention/q")
+    save_adapters(config, model.params, tmp_path / "adapters", str(tmp_path / "mixtral"))
+    save_pretrained(config, random_params(config), tmp_path / "mixtral")
+    again = load.load_model(tmp_path / "adapters")
+    logits = [our_logits(config, x.params, TOKENS) for x in (model, again)]
+    np.testing.assert_allclose(*logits, atol=1e-6)

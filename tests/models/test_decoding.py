@@ -26,6 +26,8 @@ MODELS = {
     "olmo": dataclasses.replace(tiny_of("olmo", layers=3), qkv_clip=0.3),
     "qwen2": tiny_of("qwen2", layers=3),
     "qwen3": tiny_of("qwen3", layers=3),
+    "mixtral": tiny_of("mixtral", layers=3),
+    "qwen3_moe": tiny_of("qwen3_moe", layers=3),
     # Post-norm, then pre-norm (Mix-LN), no rotary embedding.
     "learned": dataclasses.replace(
         LLAMA,

@@ -120,6 +120,8 @@ def test_a_mesh_cuts_experts_or_their_neurons(experts, cut):
 
 def test_no_family_writes_experts_as_transposed_kernels(tmp_path):
     for name, family in families.FAMILIES.items():
+        if family.stacked:
+            continue  # it has names for them
         with pytest.raises(ConfigError, match="axis 'expert' of layers/0/ffn/up/kernel"):
             family.rules(with_experts(tiny_of(name)))
     with pytest.raises(ConfigError, match="axis 'expert' of layers/0/ffn/up/kernel"):

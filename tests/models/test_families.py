@@ -33,13 +33,17 @@ SIZES = {
     "olmo": "1b 1176.8, 7b 6888.1, 7b_0424 6888.1",
     "qwen2_5": "0_5b 494.032768, 1_5b 1543.714304, 3b 3085.938688, 7b 7615.616512, "
     "14b 14770.033664, 32b 32763.876352, 72b 72706.203648, coder_0_5b_instruct 494.032768",
-    "qwen3": "0_6b 596.0, 1_7b 1720.6, 4b 4022.5, 8b 8190.7, 14b 14768.3, 32b 32762.1",
+    "qwen3": "0_6b 596.0, 1_7b 1720.6, 4b 4022.5, 8b 8190.7, 14b 14768.3, 32b 32762.1, "
+    "30b_a3b 30532.122624",
+    "mixtral": "8x7b 46702.792704, 8x7b_instruct 46702.792704",
 }
 PUBLISHED = {
     f"{family}_{size}": float(millions)
     for family, sizes in SIZES.items()
     for size, millions in map(str.split, sizes.split(", "))
 }
+# Millions that a token uses, as published: 12.9 and 3.3 billion.
+ACTIVE = {"mixtral_8x7b": 12_900, "mixtral_8x7b_instruct": 12_900, "qwen3_30b_a3b": 3_300}
 # Exact: BERT's with its pooler, RoBERTa's without (its files have none). None has a rotary
 # embedding or a language-model head.
 ENCODERS = {
@@ -75,13 +79,13 @@ DETAILS = {
     (1e4, 1e-5, False, 16_384): "stablecode",
     (1e4, 1e-5, True, 2048): "olmo_1b",
     (1e4, 1e-5, False, 32_768): "mistral_7b",
-    (1e6, 1e-5, False, 32_768): "mistral_7b_v0_3",
+    (1e6, 1e-5, False, 32_768): "mistral_7b_v0_3 mixtral",
     (1e6, 1e-6, True, 32_768): "qwen2_5_0_5b qwen2_5_3b qwen2_5_coder",
     (1e6, 1e-6, True, 131_072): "qwen2_5_1_5b",
     (1e6, 1e-6, False, 131_072): "qwen2_5_7b",
     (1e6, 1e-5, False, 131_072): "qwen2_5",
     (1e6, 1e-6, True, 40_960): "qwen3_0_6b qwen3_1_7b qwen3_4b",
-    (1e6, 1e-6, False, 40_960): "qwen3_8b qwen3_14b qwen3_32b",
+    (1e6, 1e-6, False, 40_960): "qwen3_8b qwen3_14b qwen3_32b qwen3_30b",
 }
 DETAILS = {prefix: values for values, names in DETAILS.items() for prefix in names.split()}
 LLAMA31, LLAMA32 = (8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192)
@@ -132,7 +136,8 @@ def test_every_preset_has_a_published_size():
 def test_encoders_have_the_published_number_of_parameters(name):
     config, _ = families.preset(name)
     counts = families.count_parameters(config)
-    assert counts["total"] == ENCODERS[name] == sum(v for k, v in counts.items() if k != "total")
+    total, active = counts.pop("total"), counts.pop("active")
+    assert total == active == ENCODERS[name] == sum(counts.values())
     assert config.is_encoder and not config.lm_head and config.activation == "gelu"
     roberta = config.family == "roberta"
     details = (config.norm_eps, config.position_rows, config.first_position, config.token_types)
@@ -154,13 +159,15 @@ def test_gpt2_is_the_published_one():
 def test_parameter_count_is_the_published_one(name):
     config, _ = families.preset(name)
     counts = families.count_parameters(config)
-    assert abs(counts["total"] / 1e6 - PUBLISHED[name]) < 0.06
-    assert counts["total"] == sum(v for k, v in counts.items() if k != "total")
+    total, active = counts.pop("total"), counts.pop("active")
+    assert abs(total / 1e6 - PUBLISHED[name]) < 0.06 and total == sum(counts.values())
+    assert abs(active / 1e6 - ACTIVE[name]) < 60 if name in ACTIVE else active == total
     if config.family == "gpt_neox":
         d, widths = config.d_model, config.ffn_widths
         assert counts["ffn"] == sum(2 * d * m + m + d for m in widths)
     else:
-        assert counts["ffn"] == 3 * config.d_model * sum(config.ffn_widths)
+        blocks = [(each.experts or 1) * each.ffn_width * 3 + each.columns for each in config.layers]
+        assert counts["ffn"] == config.d_model * sum(blocks)
 
 
 @pytest.mark.parametrize("size", PYTHIA_REST)

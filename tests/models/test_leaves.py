@@ -74,8 +74,9 @@ def dropped(path: str, leaves: dict) -> dict:
 def scaled(model: Model) -> Model:
     tree = unstack(model.params)
     layers = [
-        {**layer, "ffn": {**layer["ffn"], "neuron_scale": jnp.ones(128)}}
+        {**layer, "ffn": {**ffn, "neuron_scale": jnp.ones(ffn["down"]["kernel"].shape[:-1])}}
         for layer in tree["layers"]
+        for ffn in [layer["ffn"]]
     ]
     params = restack(model.config, {**tree, "layers": layers})
     return dataclasses.replace(model, params=params)

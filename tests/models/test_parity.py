@@ -14,7 +14,7 @@ from tiny_models import our_logits, torch_logits
 
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.hf.export import save_pretrained
-from ffn_heterogeneity.io.hf.read import read_config, read_pretrained
+from ffn_heterogeneity.io.hf.read import parts, read_config, read_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.safetensors import open_directory
 from ffn_heterogeneity.models import causal_lm
@@ -31,6 +31,7 @@ SIZES |= {"attn_implementation": "eager"}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 # name -> (transformers' name, what differs from SIZES)
 TINY = {
     "llama": ("Llama", {"num_hidden_layers": 3, "tie_word_embeddings": True}),
@@ -85,6 +86,18 @@ TINY = {
     "qwen2": ("Qwen2", {"num_hidden_layers": 3, **WINDOWS}),
     "qwen2_tied": ("Qwen2", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"num_hidden_layers": 2, "head_dim": 12, **WINDOWS}),
+    "mixtral": ("Mixtral", {"num_hidden_layers": 3, "num_local_experts": 4, "sliding_window": 5}),
+    "qwen3_moe": ("Qwen3Moe", {"num_hidden_layers": 2, **EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe_dense_layer": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            **EXPERTS,
+        },
+    ),
 }
 # The entries of SIZES that a family does not have.
 NOT_TAKEN = {
@@ -162,7 +175,16 @@ def test_where_a_config_says_how_much_is_rotated(torch, tmp_path, name, where):
 
 
 # The others' layers are made of the same parts.
-OFTEN = ("llama", "gemma3", "gpt2", "gpt_neox", "qwen2", "qwen3")
+OFTEN = (
+    "llama",
+    "gemma3",
+    "gpt2",
+    "gpt_neox",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe_dense_layer",
+)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +215,10 @@ def test_gradients_agree_leaf_by_leaf(torch, tiny):
     if config.family == "gpt_neox" and not config.tied:
         # Files say "embed_out"; transformers 5 renames it when it reads and writes them.
         grads["embed_out.weight"] = grads.pop("lm_head.weight")
-    stored = {name: Stored(g.shape, "grad", lambda g=g: g) for name, g in grads.items()}
-    theirs = assemble(config, family_by_name(config.family).rules(config), stored)
+    family = family_by_name(config.family)
+    each = [x for name, g in grads.items() for x in parts(family, family.own_name(name), g)]
+    stored = {name: Stored(g.shape, "grad", lambda g=g: g) for name, g in each}
+    theirs = assemble(config, family.rules(config), stored)
     ours, theirs = (flatten(unstack(tree)) for tree in (ours, theirs))
     assert set(ours) == set(theirs) == set(expected_shapes(config))
     for path, reference in theirs.items():

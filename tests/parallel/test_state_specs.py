@@ -60,14 +60,18 @@ def test_large_leaves_are_cut_and_only_known_small_ones_are_whole(optimizer):
         for path, entry in by_pattern(described).items():
             *_, last = path.split("/")
             bias = re.search(r"/(q|k|v|out|gate|up|down)/bias(/0/v)?$", path)
-            if bias:
+            if "/ffn/router/" in path:
+                assert "'tensor'" not in entry and ("'fsdp'" in entry or last != "kernel"), path
+            elif bias:
                 # On the axis of its kernel's outputs.
                 axis = "fsdp" if bias[1] in ("out", "down") else "tensor"
                 assert f"(None, '{axis}')" in entry, (path, entry)
             elif re.search(r"(kernel|embedding)$", path):
                 assert "'fsdp'" in entry and "'tensor'" in entry, (path, entry)
             elif last in ("v_row", "v_col") and not re.search(WHOLE, path):
-                assert ("'fsdp'" in entry) != ("'tensor'" in entry), (path, entry)
+                experts = "/ffn/" in path and config.layers[0].experts
+                one = ("'fsdp'" in entry) != ("'tensor'" in entry)
+                assert "'tensor'" in entry if experts else one, (path, entry)
             else:
                 assert "'" not in entry, (path, entry)
 

@@ -117,6 +117,9 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         "rope.freq_base": float(layer.rope.theta),
         "vocab_size": config.vocab_size,
     }
+    if layer.experts is not None:
+        fields |= {"expert_count": layer.experts, "expert_used_count": layer.top_k}
+        fields["expert_feed_forward_length"] = layer.ffn_width
     if layer.rope.linear_factor != 1.0:
         fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": layer.rope.linear_factor}
     if local is not None:
@@ -190,6 +193,8 @@ def _write_tensors(writer: Any, tensors: dict[str, np.ndarray], type: str) -> No
         kind = GGMLQuantizationType[type.upper()] if tensor.ndim > 1 else GGMLQuantizationType.F32
         if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0]:
             kind = GGMLQuantizationType.F16
+        if name.endswith("ffn_gate_inp.weight"):  # a router, in float32 as in llama.cpp's files
+            kind = GGMLQuantizationType.F32
         block, size = GGML_QUANT_SIZES[kind]
         kinds[name] = kind
         bytes_ = tensor.size // block * size

@@ -13,7 +13,7 @@ from ffn_heterogeneity.io.assemble import Stored, assemble, leaf_shapes
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf.file import GGUFFile, GGUFTensor, open_gguf
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
-from ffn_heterogeneity.models.families import Family, family_from_gguf
+from ffn_heterogeneity.models.families import Family, family_by_name, family_from_gguf
 from ffn_heterogeneity.models.families.common import token_id
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.tree import unflatten
@@ -61,8 +61,9 @@ def _read_header(file: GGUFFile) -> tuple[ModelConfig, Family, dict[str, Stored]
     tensors = {t.name: Stored(t.shape, file.path, _loader(t, file)) for t in file.tensors.values()}
     architecture = file.fields.get("general.architecture")
     try:
-        family = family_from_gguf(architecture)
-        config = family.from_gguf(_metadata(file, architecture, tensors))
+        read = family_from_gguf(architecture).from_gguf
+        config = read(_metadata(file, architecture, tensors))
+        family = family_by_name(config.family)  # Mixtral's architecture is Llama's
         family.gguf_rules(config)
     except ConfigError as error:
         raise CheckpointError(f"{file.path}: {error}") from None

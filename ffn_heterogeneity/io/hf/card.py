@@ -18,6 +18,7 @@ from ffn_heterogeneity.io.read import read_text
 from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
+from ffn_heterogeneity.models.leaves import parameters_text
 from ffn_heterogeneity.wording import first_line, some
 
 CARD = "README.md"
@@ -77,6 +78,7 @@ def write_card(
         name=name,
         method=method,
         widths=_widths(facts),
+        sizes=parameters_text(config) if config and any(x.experts for x in config.layers) else "",
         head=head,
         labels=some(head.settings.get("labels") or (), 20) if head else "",
         protocol=", ".join(f"{key} {value}" for key, value in protocol.items()),

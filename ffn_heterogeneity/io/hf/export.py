@@ -176,8 +176,8 @@ def choose_form(config: ModelConfig, export: str) -> WrittenForm:
       CheckpointError, ConfigError: an unknown form, or one that cannot express the model.
     """
     check_choice("export", export, EXPORTS, CheckpointError)
-    if export == "padded" and not config.uniform_width:
-        config = config.with_widths([max(config.ffn_widths)] * config.n_layers)
+    if export == "padded":
+        config = config.with_widths(config.widest)
     values = families.config_to_hf(config)
     if export == "native":
         return WrittenForm(config, export, values)

@@ -29,7 +29,7 @@ from ffn_heterogeneity.models.families import family_by_name
 from ffn_heterogeneity.models.families.rules import Rule
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.tree import flatten, unflatten
-from ffn_heterogeneity.wording import naming
+from ffn_heterogeneity.wording import naming, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
@@ -120,8 +120,15 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
 def _modules(config: ModelConfig) -> Iterator[tuple[Rule, str]]:
     """(rule, PyTorch's name) of every module of a layer that has kernels."""
     for rule in family_by_name(config.family).rules(config):
-        if rule.paths[0].startswith("layers/") and rule.paths[0].endswith("/kernel"):
+        layer = re.match(r"layers/.*/kernel$", rule.paths[0])
+        if layer and not _sparse(config, rule.paths[0]):
             yield rule, rule.names[0].removesuffix(".weight")
+
+
+def _sparse(config: ModelConfig, path: str) -> bool:
+    """True for leaves of experts and routers, which are not modules of their own in PyTorch."""
+    matched = re.match(r"layers/(\d+)/ffn/", path)
+    return matched is not None and config.layers[int(matched[1])].experts is not None
 
 
 def _leaves(rule: Rule, a, b, m, settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -204,6 +211,19 @@ def _joined(directory: Path, leaves: dict[str, Any], added: dict[str, Any]) -> d
     return leaves | added
 
 
+def _check_form(config: ModelConfig, leaves: Mapping[str, Any]) -> None:
+    """Reject leaves that PEFT's files have no form for."""
+    names = {path.split("/")[-1] for path in leaves}
+    if other := names & {"mask", *FFN_LEAVES, "nf4_codes", "macdrop_keep", "score", gates.A}:
+        raise CheckpointError(f"PEFT has no place for {sorted(other)}: export folded weights")
+    sparse = [path for path in leaves if path.endswith("/lora_a") and _sparse(config, path)]
+    if sparse:
+        raise CheckpointError(
+            f"PEFT has no form for adapters of experts and routers ({some(sparse)}): fold them "
+            "(save_pretrained), or keep them with structure='keep'"
+        )
+
+
 def save_adapters(
     config: ModelConfig,
     params: dict,
@@ -214,16 +234,14 @@ def save_adapters(
     """Save the adapters of a tree for PEFT on `base`, with the same logits.
 
     Raises:
-      CheckpointError: no adapters, other structure besides them, kernels of one PyTorch module with
-        different A (fold those), or an existing directory.
+      CheckpointError: no adapters, adapters of experts, other structure besides adapters, kernels
+        of one PyTorch module with different A (fold those), or an existing directory.
     """
     if Path(directory).exists() and not overwrite:
         raise CheckpointError(f"{directory} exists: use another, or overwrite")
     leaves, tensors, ranks, alphas = flatten(unstack(params)), {}, {}, {}
     conv1d = family_by_name(config.family).conv1d
-    names = {path.split("/")[-1] for path in leaves}
-    if other := names & {"mask", *FFN_LEAVES, "nf4_codes", "macdrop_keep", "score", gates.A}:
-        raise CheckpointError(f"PEFT has no place for {sorted(other)}: export folded weights")
+    _check_form(config, leaves)
 
     def stored(modules: list[str], name: str) -> list[np.ndarray]:
         return [np.asarray(leaves[f"{module}/{name}"], np.float32) for module in modules]

@@ -9,11 +9,12 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes, make_head
 from ffn_heterogeneity.io import safetensors, tokenizer_files
@@ -170,7 +171,7 @@ def _stored(
     they are listed on stderr.
 
     Raises:
-      CheckpointError: a tensor under two names; and as `safetensors.open_directory`.
+      CheckpointError: a tensor under two names; and as `safetensors.open_directory` and `parts`.
     """
     tensors: dict[str, Stored] = {}
     left_out = []
@@ -180,18 +181,39 @@ def _stored(
         if any(re.fullmatch(pattern, tensor_name) for pattern in unused):
             left_out.append(name)
             continue
-        if tensor_name in tensors:
-            other = tensors[tensor_name].name
-            raise CheckpointError(
-                f"{file}: {name!r} and {other!r} are the same tensor of the model"
+        for part_name, part in parts(family, tensor_name, view):
+            if part_name in tensors:
+                other = tensors[part_name].name
+                raise CheckpointError(
+                    f"{file}: {name!r} and {other!r} are the same tensor of the model"
+                )
+            start = part.ctypes.data - view.ctypes.data
+            tensors[part_name] = Stored(
+                part.shape, str(file), lambda part=part: part, name, part.dtype, start
             )
-        tensors[tensor_name] = Stored(
-            view.shape, str(file), lambda view=view: view, name, view.dtype
-        )
     if left_out and verbose:
         what = f"{len(left_out)} tensors that the model does not use"
         print(f"left out: {what}: {some(left_out, 2)}", file=sys.stderr)
     return tensors
+
+
+def parts(family: Family, name: str, view: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, view) of each expert's tensors in a stacked one; any other tensor is its only part.
+
+    Raises:
+      CheckpointError: a stacked tensor that cannot be split into the parts of `Family.stacked`.
+    """
+    end = next((end for end in family.stacked if name.endswith(end)), None)
+    if end is None:
+        yield name, view
+        return
+    ends = family.stacked[end]
+    if view.ndim != 3 or view.shape[1] % len(ends):
+        what = f"{len(ends)} equal parts of rows per expert"
+        raise CheckpointError(f"tensor {name!r} has shape {view.shape}; expected {what}")
+    for expert, matrix in enumerate(view):
+        for part, rows in zip(ends, np.split(matrix, len(ends)), strict=True):
+            yield name.removesuffix(end) + part.format(e=expert), rows
 
 
 def download(

@@ -16,10 +16,12 @@ from ffn_heterogeneity.models.families import (
     gpt_neox,
     llama,
     mistral,
+    mixtral,
     olmo,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     roberta,
 )
 from ffn_heterogeneity.models.families.common import Family, no_gguf
@@ -31,7 +33,7 @@ from ffn_heterogeneity.models.leaves import expected_shapes as expected_shapes
 from ffn_heterogeneity.wording import check_choice
 
 _DECODERS = (llama, gemma, gemma2, gemma3, gpt2, gpt_neox, mistral, olmo, phi3, qwen2, qwen3)
-_MODULES = (*_DECODERS, bert, roberta)
+_MODULES = (*_DECODERS, mixtral, qwen3_moe, bert, roberta)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 PRESETS: dict[str, tuple[ModelConfig, str]] = {
     name: entry for family in FAMILIES.values() for name, entry in family.presets.items()
@@ -62,9 +64,11 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Return config.json; unequal FFN widths are in `per_layer_config`, as in transformers 5.15."""
     family = family_by_name(config.family)
     values = family.to_hf(config)
-    if not config.uniform_width:
-        widths = enumerate(config.ffn_widths)
-        values["per_layer_config"] = {str(i): {family.width_key: w} for i, w in widths}
+    if config.ffn_widths != config.widest:
+        values["per_layer_config"] = {
+            str(i): {family.width_key_of(layer): layer.ffn_width}
+            for i, layer in enumerate(config.layers)
+        }
     return values
 
 
@@ -89,7 +93,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
             kind is None and family.architecture in architectures
         ):
             layers = values.get("per_layer_config") or {}
-            return _with_layers(family.from_hf(values), layers, family.width_key)
+            return _with_layers(family.from_hf(values), layers, family)
     known = [family.model_type or family.name for family in FAMILIES.values()]
     raise ConfigError(
         f"model_type {kind!r} (architectures {architectures}) is not known: {', '.join(known)}"
@@ -97,14 +101,17 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _with_layers(
-    config: ModelConfig, layers: Mapping[str, Mapping[str, Any]], key: str
+    config: ModelConfig, layers: Mapping[str, Mapping[str, Any]], family: Family
 ) -> ModelConfig:
     """Return the config with the widths of `per_layer_config`."""
     widths = list(config.ffn_widths)
+    keys = [family.width_key_of(layer) for layer in config.layers]
     for name, settings in layers.items():
-        i, others = int(name), set(settings) - {key}
-        if not 0 <= i < len(widths) or others:
-            what = f"sets {', '.join(sorted(others))}" if others else f"the model has {len(widths)}"
+        i = int(name)
+        key = keys[i] if 0 <= i < len(keys) else ""
+        others = set(settings) - {key}
+        if not key or others:
+            what = f"sets {', '.join(sorted(others))}" if key else f"the model has {len(widths)}"
             raise ConfigError(f"per_layer_config of layer {name}: {what}; only widths are read")
         widths[i] = settings.get(key, widths[i])
     return config.with_widths(widths) if layers else config

@@ -19,14 +19,19 @@ from ffn_heterogeneity.models.config import (
     RopeConfig,
     check_count,
 )
-from ffn_heterogeneity.models.families.names import GGUF_NAMES, HF_NAMES, HF_POST_NORM_NAMES
+from ffn_heterogeneity.models.families.names import (
+    GGUF_EXPERT_NAMES,
+    GGUF_NAMES,
+    HF_NAMES,
+    HF_POST_NORM_NAMES,
+)
 from ffn_heterogeneity.models.families.ropes import rope_keys, shared_rope_from_hf
 from ffn_heterogeneity.models.families.rules import Rule, one_to_one
 from ffn_heterogeneity.wording import check_choice
 
 ByTensors = Callable[[ModelConfig, Mapping[str, Any], Collection[str]], ModelConfig]
-# Upper bound for untrusted files.
-MAX_LAYERS = 10_000
+# Upper bounds for untrusted files; MAX_EXPERTS is for all layers together.
+MAX_LAYERS, MAX_EXPERTS = 10_000, 100_000
 
 
 # Tables for one tensor per leaf: Llama's names, those of Gemma 2 and 3 (with post-norms), and
@@ -34,6 +39,7 @@ MAX_LAYERS = 10_000
 hf_rules = functools.partial(one_to_one, names=HF_NAMES)
 hf_post_norm_rules = functools.partial(one_to_one, names=HF_POST_NORM_NAMES)
 gguf_rules = functools.partial(one_to_one, names=GGUF_NAMES)
+gguf_expert_rules = functools.partial(one_to_one, names=GGUF_EXPERT_NAMES)
 
 
 def no_gguf(meta: Mapping[str, Any]) -> ModelConfig:
@@ -65,7 +71,10 @@ class Family:
       own_name: a tensor's name in a file -> its name in `rules`.
       by_tensors: `(config, config.json's dict, names of the tensors)` -> the config, with settings
         that config.json does not specify; None: it specifies all.
-      width_key: an FFN's width in config.json's `per_layer_config`.
+      width_key: an FFN's width in config.json's `per_layer_config`; expert_width_key: that of
+        layers with experts, if it differs.
+      stacked: {end of the name of a tensor [experts, rows, columns]: ends, with "{e}" for the
+        expert, of the names in `rules` of equal parts of its rows}, as transformers 5 stacks them.
       conv1d: kernels are stored [in, out], as in transformers' Conv1D.
       prefix, classifier: prefix of the model's tensors in a classifier's file, and the tensors of
         its head by leaf (io/hf/classifiers.py).
@@ -90,6 +99,8 @@ class Family:
     own_name: Callable[[str], str] = str
     by_tensors: ByTensors | None = None
     width_key: str = "intermediate_size"
+    expert_width_key: str = ""
+    stacked: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     conv1d: bool = False
     prefix: str = ""
     classifier: Mapping[str, str] = dataclasses.field(
@@ -106,6 +117,10 @@ class Family:
     def dense(self) -> bool:
         """True if the family's classifiers have a dense layer (RoBERTa's)."""
         return "dense/kernel" in self.classifier
+
+    def width_key_of(self, layer: LayerConfig) -> str:
+        """Key of a layer's FFN width in `per_layer_config`."""
+        return layer.experts is not None and self.expert_width_key or self.width_key
 
 
 _HF_ACTIVATIONS = {
@@ -188,6 +203,27 @@ def decoder_from_hf(
     return ModelConfig(family=family, layers=layers_of(widths, rope, windows), **fields)
 
 
+def experts_from_hf(values: Mapping[str, Any]) -> dict[str, int]:
+    """`LayerConfig`'s experts and top_k; transformers 5 has its own key for all families."""
+    keys = [key for key in ("num_local_experts", "num_experts") if key in values]
+    counts = {key: values[key] for key in (keys[0], "num_experts_per_tok")}
+    check_counts(counts)
+    return dict(zip(("experts", "top_k"), counts.values(), strict=True))
+
+
+def with_experts(
+    config: ModelConfig, experts: int, dense: Collection[int] = (), **fields: Any
+) -> ModelConfig:
+    """Return the config with `experts` and further fields in all layers but those of `dense`."""
+    if experts * config.n_layers > MAX_EXPERTS:
+        raise ConfigError(f"{experts} experts per layer: at most {MAX_EXPERTS:,} in all layers")
+    layers = (
+        each if i in dense else dataclasses.replace(each, experts=experts, **fields)
+        for i, each in enumerate(config.layers)
+    )
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
 def token_id(value: Any) -> Any:
     """Return None for -1, which means no token in Llama's files (in GGUF: 2^32 - 1)."""
     return None if value in (-1, (1 << 32) - 1) else value
@@ -260,7 +296,13 @@ def decoder_from_gguf(
 ) -> ModelConfig:
     """Config of a GGUF file whose layers share a rope, with the fields of `base_from_gguf`."""
     rope = rope or RopeConfig(short_float(meta.get("rope.freq_base", 10_000.0)))
-    return ModelConfig(family=family, layers=layers_of(gguf_widths(meta), rope, windows), **fields)
+    layers = layers_of(gguf_widths(meta), rope, windows)
+    config = ModelConfig(family=family, layers=layers, **fields)
+    if not (experts := meta.get("expert_count")):
+        return config
+    width = meta.get("expert_feed_forward_length")
+    more = {"ffn_width": width} if width else {}
+    return with_experts(config, experts, top_k=meta["expert_used_count"], **more)
 
 
 def gguf_widths(meta: Mapping[str, Any]) -> list[int]:

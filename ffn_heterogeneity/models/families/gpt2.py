@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig
-from ffn_heterogeneity.models.families import common, rules
+from ffn_heterogeneity.models.families import common, names, rules
 from ffn_heterogeneity.models.leaves import expected_shapes
 
 # Keys of config.json -> their names in the other families.
@@ -83,7 +83,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_NAMES = rules.name_table(
+_NAMES = names.name_table(
     {
         "embed/embedding": "transformer.wte.weight",
         "embed/position": "transformer.wpe.weight",

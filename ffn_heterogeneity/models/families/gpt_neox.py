@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, ropes, rules
+from ffn_heterogeneity.models.families import common, names, ropes, rules
 
 _DEFAULTS = {
     "layer_norm_eps": 1e-5,
@@ -92,7 +92,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_NAMES = rules.name_table(
+_NAMES = names.name_table(
     {
         "embed/embedding": "gpt_neox.embed_in.weight",
         "final_norm/scale": "gpt_neox.final_layer_norm.weight",

@@ -58,12 +58,11 @@ def rope_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
-    """Metadata of a GGUF file with general.architecture = llama."""
-    if meta.get("expert_count"):
-        raise ConfigError("GGUF llama files with experts (expert_count) are not supported")
+    """Metadata of a GGUF file with general.architecture = llama, a Mixtral's if it has experts."""
     fields = common.base_from_gguf(meta)
     rope = _rope_from_gguf(meta, fields["head_dim"])
-    return common.decoder_from_gguf("llama", meta, fields, rope)
+    family = "mixtral" if meta.get("expert_count") else "llama"
+    return common.decoder_from_gguf(family, meta, fields, rope)
 
 
 def gguf_transform(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:

@@ -1,6 +1,22 @@
-"""Tables of tensor names: Llama's, Gemma's with post-norms, llama.cpp's, BERT's."""
+"""Tables of tensor names: Llama's, with experts, Gemma's with post-norms, llama.cpp's, BERT's."""
 
-from ffn_heterogeneity.models.families.rules import name_table
+from collections.abc import Mapping
+
+
+def name_table(
+    table: Mapping[str, str], layer_prefix: str, layers: Mapping[str, str]
+) -> dict[str, str]:
+    """A full table from `{path: name}`, and `{module path: module name}` inside a layer.
+
+    Module entries ("attention/q": "self_attn.q_proj") become ".weight" and ".bias" entries.
+    """
+    names = dict(table)
+    for path, name in layers.items():
+        leaf = "scale" if path.endswith("norm") else "kernel"
+        names[f"layers/{{i}}/{path}/{leaf}"] = f"{layer_prefix}{name}.weight"
+        names[f"layers/{{i}}/{path}/bias"] = f"{layer_prefix}{name}.bias"
+    return names
+
 
 _HF_TOP = {
     "embed/embedding": "model.embed_tokens.weight",
@@ -27,6 +43,20 @@ _HF_POST_NORMS = {
 }
 _HF_QK_NORMS = {k: v for k, v in _HF_POST_NORMS.items() if k.startswith("attention/")}
 HF_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER | _HF_QK_NORMS)
+
+
+def hf_expert_names(block: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Llama's table with experts in the module `block`, each with modules of those names.
+
+    Other libraries have neither `expert_of` nor a router's hidden layer.
+    """
+    modules = {"ffn/router": f"{block}.gate", "ffn/router/hidden": f"{block}.gate.hidden"}
+    for leaf, name in (("gate", gate), ("up", up), ("down", down)):
+        modules[f"experts/{{e}}/ffn/{leaf}"] = f"{block}.experts.{{e}}.{name}"
+    names = {"layers/{i}/ffn/expert_of": f"model.layers.{{i}}.{block}.expert_of"}
+    return HF_NAMES | names | name_table({}, "model.layers.{i}.", modules)
+
+
 HF_POST_NORM_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER | _HF_POST_NORMS)
 GGUF_NAMES = name_table(
     {
@@ -51,6 +81,11 @@ GGUF_NAMES = name_table(
         "ffn/down": "ffn_down",
         "post_ffn_norm": "post_ffw_norm",
     },
+)
+# llama.cpp has all experts of a layer in one tensor.
+_GGUF_EXPERTS = {f"experts/{{e}}/ffn/{name}": f"ffn_{name}_exps" for name in ("gate", "up", "down")}
+GGUF_EXPERT_NAMES = GGUF_NAMES | name_table(
+    {}, "blk.{i}.", {"ffn/router": "ffn_gate_inp", **_GGUF_EXPERTS}
 )
 # Names in a model without a head; a model with a head prepends its name and a dot.
 BERT_NAMES = name_table(

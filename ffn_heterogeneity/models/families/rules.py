@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
-from ffn_heterogeneity.models.leaves import expected_shapes
+from ffn_heterogeneity.models.leaves import required
 
 Arrays = list[np.ndarray]
+# Prefix of an expert's leaves in tables of names.
+EXPERT = "layers/{i}/experts/{e}/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,31 +44,46 @@ def one_tensor(path: str, name: str) -> Rule:
     """Rule of one tensor per leaf; kernels [in, out] are [out, in] in PyTorch and GGUF."""
     is_kernel = path.endswith("/kernel")
 
-    def turn(arrays: Arrays) -> Arrays:
-        return [a.T for a in arrays] if is_kernel else arrays
+    def turn(arrays: Arrays) -> Arrays:  # (adapters' vectors, too)
+        return [a.swapaxes(-1, -2) if is_kernel and a.ndim > 1 else a for a in arrays]
 
     return Rule((path,), (name,), turn, turn)
+
+
+def by_expert(path: str, names: Sequence[str]) -> Rule:
+    """Rule of a leaf whose first axis is "expert": one tensor per expert, as in `one_tensor`."""
+    one = one_tensor(path, "")
+    return Rule(
+        (path,),
+        tuple(names),
+        load=lambda arrays: [np.stack(one.load(arrays))],
+        save=lambda leaves: one.save(list(leaves[0])),
+    )
 
 
 def one_to_one(config: ModelConfig, names: Mapping[str, str], but: str = "(?!)") -> list[Rule]:
     """Return one rule per leaf from a table {path with "{i}" for the layer: name with "{i}"}.
 
-    Leaves whose path matches the regex `but` need other rules.
+    Leaves of experts are "layers/{i}/experts/{e}/..." in the table; their names have "{e}" where a
+    file has one tensor per expert. Leaves whose path matches the regex `but` need other rules.
 
     Raises:
       ConfigError: the config has a leaf that the table does not name, or experts.
     """
     rules = []
-    if sparse := [i for i, layer in enumerate(config.layers) if layer.experts is not None]:
+    sparse = [i for i, layer in enumerate(config.layers) if layer.experts is not None]
+    if sparse and not any(key.startswith(EXPERT) for key in names):
         leaf = f"layers/{sparse[0]}/ffn/up/kernel"
         raise ConfigError(f"family {config.family!r} has no rule for the axis 'expert' of {leaf}")
-    for path in (path for path in expected_shapes(config) if not re.search(but, path)):
-        match = re.match(r"layers/(\d+)/(.*)", path)
-        key = f"layers/{{i}}/{match[2]}" if match else path
+    for path, leaf, layer in required(config):
+        if re.search(but, path):
+            continue
+        key = re.sub(r"layers/\d+/", EXPERT if "expert" in leaf.axes else "layers/{i}/", path)
         if key not in names:
             raise ConfigError(f"family {config.family!r} has no tensor name for the leaf {path!r}")
-        name = names[key].replace("{i}", match[1] if match else "")
-        rules.append(one_tensor(path, name))
+        name = names[key].replace("{i}", path.split("/")[1])
+        each = [name.replace("{e}", str(e)) for e in range(layer and layer.experts or 0)]
+        rules.append(by_expert(path, each) if "{e}" in name else one_tensor(path, name))
     return rules
 
 
@@ -131,18 +148,3 @@ def fused_qkv(
             paths = [f"layers/{i}/attention/{kind}/{leaf}" for kind in "qkv"]
             rules.append(fused(paths, f"{module.replace('{i}', str(i))}.{name}", groups))
     return rules
-
-
-def name_table(
-    table: Mapping[str, str], layer_prefix: str, layers: Mapping[str, str]
-) -> dict[str, str]:
-    """A full table from `{path: name}`, and `{module path: module name}` inside a layer.
-
-    Module entries ("attention/q": "self_attn.q_proj") become ".weight" and ".bias" entries.
-    """
-    names = dict(table)
-    for path, name in layers.items():
-        leaf = "scale" if path.endswith("norm") else "kernel"
-        names[f"layers/{{i}}/{path}/{leaf}"] = f"{layer_prefix}{name}.weight"
-        names[f"layers/{{i}}/{path}/bias"] = f"{layer_prefix}{name}.bias"
-    return names
