@@ -17,7 +17,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.hf.card import write_card
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.hf.read import read_pretrained
-from ffn_heterogeneity.io.load import load_model, load_shapes
+from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ConfigError
 from ffn_heterogeneity.models.families import config_from_hf, config_to_hf
@@ -143,11 +143,8 @@ def test_what_config_json_cannot_say_is_native(tmp_path, family, what):
     model = load_model(tmp_path / "model")
     assert model.config == config
     equal(model.params, params)
-    half = load_model(tmp_path / "model", dtype=jnp.bfloat16).params
-    shapes = load_shapes(tmp_path / "model")[0].params
-    for path, leaf in flatten(shapes).items():
-        assert leaf.shape == flatten(half)[path].shape
-        assert (leaf.dtype == np.int32) == (flatten(half)[path].dtype == np.int32)
+    half = flatten(load_model(tmp_path / "model", dtype=jnp.bfloat16).params)
+    assert {leaf.dtype for path, leaf in half.items() if "expert_of" in path} <= {np.dtype("i4")}
     assert np.isfinite(our_logits(model.config, model.params, TOKENS % 29)).all()
 
 
@@ -182,8 +179,6 @@ def test_sizes_are_shown(tmp_path):
         ({"num_experts": 3, "num_experts_per_tok": 4}, "top_k=4 is more than the router's 3"),
         ({"num_experts": "8"}, "num_experts='8'"),
         ({"num_experts": 50_000}, "50000 experts per layer: at most 100,000 in all layers"),
-        ({"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
-        ({"moe_intermediate_size": None, "intermediate_size": -1}, "intermediate_size=-1"),
         ({"mlp_only_layers": [6]}, "mlp_only_layers: got 6; expected layers 0 to 5"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
@@ -214,7 +209,6 @@ STACKED = "model.layers.1.mlp.experts.gate_up_proj"
         (lambda x: x.pop(EXPERT.format(2)), "missing tensors: 'model.*experts.2.up_proj"),
         (lambda x: x.update({EXPERT.format(4): x[EXPERT.format(3)]}), "no place for.*experts.4.up"),
         (lambda x: x.update({ROUTER: x[ROUTER] * np.nan}), "mlp.gate.weight' contains NaN"),
-        (lambda x: x.update({ROUTER: x[ROUTER][:3]}), "mlp.gate.weight' has shape .3, 8."),
         (lambda x: x.update({STACKED: np.ones((4, 9, 8), "f")}), "2 equal parts of rows per"),
         (lambda x: x.update({STACKED: np.ones((4, 24, 8), "f")}), "are the same tensor"),
     ],
