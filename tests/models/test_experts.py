@@ -304,6 +304,7 @@ def test_errors_name_the_setting():
     )
     config = with_experts(LLAMA, 3, routes=6)
     params = random_params(config)
+    del params["stack"]["segment_0"]["slot_0"]["ffn"]["expert_of"]
     refused(
         "missing parameter ffn/expert_of of shape .6,",
         causal_lm.forward,
