@@ -2,9 +2,11 @@
 
     y_r = x_r K[e(r)],    x [R, in], K [E, in, out]
 
-Three implementations with equal results: "dense" (every row times every kernel, then a choice: the
-reference), "blocks" (consecutive rows of one expert, block by block) and "ragged"
-(`jax.lax.ragged_dot`). On CPUs `ragged_dot` expands to E dense products.
+Four implementations with equal results: "dense" (every row times every kernel, then a choice: the
+reference), "blocks" (consecutive rows of one expert, block by block), "batched" (all blocks at
+once, each with a copy of its kernel) and "ragged" (`jax.lax.ragged_dot`). On CPUs and GPUs
+`ragged_dot` expands to E dense products; on GPUs loops whose length is not known cost too much
+(docs/performance.md).
 
 Cost of "blocks": an expert's rows are padded to whole blocks in the loop, not in memory; only
 experts that have rows are read. Rows behind the last expert's belong to none: `grouping` adds
@@ -22,15 +24,17 @@ from ffn_heterogeneity.models.kept import named
 from ffn_heterogeneity.models.linear import WIDE_PRODUCT, turned
 from ffn_heterogeneity.wording import check_choice
 
-DISPATCHES = ("dense", "blocks", "ragged")
-# Larger blocks waste more rows at the end of an expert's; smaller ones multiply more slowly.
-LARGEST = 128
+DISPATCHES = ("dense", "blocks", "batched", "ragged")
+DEFAULTS = {"cpu": "blocks", "tpu": "ragged"}  # by platform; elsewhere (GPUs) "batched"
+# Larger blocks waste more rows at the end of an expert's; smaller ones multiply more slowly, and
+# batched ones need more copies of kernels.
+LARGEST = {"batched": 512}
 
 
 def chosen_dispatch(name: str, platform: str) -> str:
-    """The implementation; "auto" is "ragged" on TPUs, else "blocks"."""
+    """The implementation; "auto" is the platform's of `DEFAULTS`."""
     if name == "auto":
-        return "ragged" if platform == "tpu" else "blocks"
+        return DEFAULTS.get(platform, "batched")
     check_choice("dispatch", name, DISPATCHES)
     return name
 
@@ -49,17 +53,17 @@ class Groups(NamedTuple):
     sizes: jax.Array
 
 
-def grouping(expert_n: jax.Array, experts: int) -> Groups:
+def grouping(expert_n: jax.Array, experts: int, dispatch: str = "blocks") -> Groups:
     """Sort rows by expert; those of an expert >= `experts` come last and are not counted."""
     order = jnp.argsort(expert_n, stable=True)
     sizes_e = jnp.sum(expert_n[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-    block = block_size(len(expert_n), experts)
+    block = block_size(len(expert_n), experts, LARGEST.get(dispatch, 128))
     return Groups(jnp.pad(order, (0, block)), jnp.argsort(order), sizes_e)
 
 
-def block_size(rows: int, experts: int) -> int:
-    """A power of two: half of an expert's mean number of rows, at most `LARGEST`."""
-    return min(LARGEST, 1 << max(0, -(-rows // (2 * experts)) - 1).bit_length())
+def block_size(rows: int, experts: int, largest: int = 128) -> int:
+    """A power of two: half of an expert's mean number of rows, at most `largest`."""
+    return min(largest, 1 << max(0, -(-rows // (2 * experts)) - 1).bit_length())
 
 
 def grouped_product(
@@ -72,8 +76,9 @@ def grouped_product(
       dispatch: one of `DISPATCHES`.
     """
     x_ri, kernel_eio, sizes_e = map(jnp.asarray, (x_ri, kernel_eio, groups.sizes))
-    if dispatch == "blocks":
-        return _blocks(x_ri, kernel_eio, sizes_e, len(groups.order) - len(groups.inverse))
+    if dispatch in ("blocks", "batched"):
+        size = len(groups.order) - len(groups.inverse)
+        return _blocks(x_ri, kernel_eio, sizes_e, size, dispatch == "batched")
     kernel_eio = kernel_eio.astype(x_ri.dtype)
     wide = jnp.promote_types(x_ri.dtype, jnp.float32)
     if dispatch == "ragged":
@@ -106,22 +111,27 @@ permuted.defvjp(
 )
 
 
-# ---- "blocks"
+# ---- "blocks" and "batched"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _blocks(x_ri: jax.Array, kernel_eio: jax.Array, sizes_e: jax.Array, size: int) -> jax.Array:
-    return named(_forward(x_ri, kernel_eio, sizes_e, size), WIDE_PRODUCT)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _blocks(
+    x_ri: jax.Array, kernel_eio: jax.Array, sizes_e: jax.Array, size: int, batched: bool
+) -> jax.Array:
+    forward = _batched_forward if batched else _forward
+    return named(forward(x_ri, kernel_eio, sizes_e, size), WIDE_PRODUCT)
 
 
-def _blocks_bwd(size: int, residuals: tuple, g_ro: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _blocks_bwd(size: int, batched: bool, residuals: tuple, g_ro: jax.Array) -> tuple:
     x_ri, kernel_eio, sizes_e = residuals
-    dx = _forward(g_ro, kernel_eio, sizes_e, size, transposed=True)
-    return dx, _kernel_gradient(x_ri, g_ro, sizes_e, size).astype(kernel_eio.dtype), None
+    forward = _batched_forward if batched else _forward
+    gradient = _batched_kernel_gradient if batched else _kernel_gradient
+    dx = forward(g_ro, kernel_eio, sizes_e, size, transposed=True)
+    return dx, gradient(x_ri, g_ro, sizes_e, size).astype(kernel_eio.dtype), None
 
 
 _blocks.defvjp(
-    lambda x, w, sizes, size: (_blocks.fun(x, w, sizes, size), (x, w, sizes)), _blocks_bwd
+    lambda x, w, sizes, *how: (_blocks.fun(x, w, sizes, *how), (x, w, sizes)), _blocks_bwd
 )
 
 
@@ -201,3 +211,50 @@ def _kernel_gradient(x_ri: jax.Array, g_ro: jax.Array, sizes_e: jax.Array, size:
         return jax.lax.dynamic_update_index_in_dim(sums, total, expert, axis=0)
 
     return _each_expert(sizes_e, sums, step)
+
+
+def _block_rows(sizes_e: jax.Array, rows: int, size: int) -> tuple[jax.Array, ...]:
+    """Where blocks and rows are, for [R] rows of which the last `size` are no expert's.
+
+    Returns:
+      (the expert of each block [B], its rows [B, size], whether they are the expert's [B, size],
+      the place of each row in [B * size], [R]; B * size if it has none).
+    """
+    blocks_e, ends = -(-sizes_e // size), jnp.cumsum(sizes_e)
+    last = jnp.cumsum(blocks_e)
+    count = (rows - size) // size + len(sizes_e)  # enough for any sizes
+    expert_b = jnp.searchsorted(last, jnp.arange(count), side="right")
+    expert_b = jnp.minimum(expert_b, len(sizes_e) - 1)
+    in_expert = jnp.arange(count) - (last - blocks_e)[expert_b]
+    first = (ends - sizes_e)[expert_b] + in_expert * size
+    rows_bs = first[:, None] + jnp.arange(size)
+    own_bs = (rows_bs < ends[expert_b][:, None]) & (jnp.arange(count) < last[-1])[:, None]
+    expert_r = jnp.searchsorted(ends, jnp.arange(rows), side="right")
+    safe_r = jnp.minimum(expert_r, len(sizes_e) - 1)
+    place_r = (last - blocks_e)[safe_r] * size + jnp.arange(rows) - (ends - sizes_e)[safe_r]
+    place_r = jnp.where(expert_r < len(sizes_e), place_r, count * size)
+    return expert_b, jnp.minimum(rows_bs, rows - 1), own_bs, place_r
+
+
+def _batched_forward(
+    x_ri: jax.Array, kernel_eio: jax.Array, sizes_e: jax.Array, size: int, transposed: bool = False
+) -> jax.Array:
+    """As `_forward`, in one batched product."""
+    expert_b, rows_bs, _, place_r = _block_rows(sizes_e, len(x_ri), size)
+    wide = jnp.promote_types(x_ri.dtype, jnp.float32)
+    kernel_bio = kernel_eio.astype(x_ri.dtype)[expert_b]
+    equation = "bso,bio->bsi" if transposed else "bsi,bio->bso"
+    y_bso = jnp.einsum(equation, x_ri[rows_bs], kernel_bio, preferred_element_type=wide)
+    y_ro = y_bso.astype(x_ri.dtype).reshape(-1, y_bso.shape[-1])
+    return y_ro.at[place_r].get(mode="fill", fill_value=0)
+
+
+def _batched_kernel_gradient(
+    x_ri: jax.Array, g_ro: jax.Array, sizes_e: jax.Array, size: int
+) -> jax.Array:
+    """As `_kernel_gradient`, in one batched product and a sum over each expert's blocks."""
+    expert_b, rows_bs, own_bs, _ = _block_rows(sizes_e, len(x_ri), size)
+    wide = jnp.promote_types(x_ri.dtype, jnp.float32)
+    x_bsi, g_bso = (jnp.where(own_bs[..., None], rows[rows_bs], 0) for rows in (x_ri, g_ro))
+    sums_bio = jnp.einsum("bsi,bso->bio", x_bsi, g_bso, preferred_element_type=wide)
+    return jax.ops.segment_sum(sums_bio, expert_b, len(sizes_e), indices_are_sorted=True)

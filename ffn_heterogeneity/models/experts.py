@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from ffn_heterogeneity.adapters import FFN_LEAVES, is_linear, neuron_factor
+from ffn_heterogeneity.adapters import FFN_LEAVES, adapters_of, is_linear, neuron_factor
 from ffn_heterogeneity.adapters.rows import of_rows
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.dispatch import (
@@ -97,8 +97,10 @@ class Experts(nn.Module):
             )
             experts = jnp.concatenate([experts, always], axis=-1)
             gates = jnp.concatenate([gates, jnp.ones(always.shape, gates.dtype)], axis=-1)
-        # Adapters of kernels are applied before a mesh shards them: codes cannot be sharded alike.
-        leaves = {k: applied(v) if isinstance(v, dict) else v for k, v in leaves.items()}
+        leaves = {
+            name: _for_products(leaf, x_btd.dtype) if isinstance(leaf, dict) else leaf
+            for name, leaf in leaves.items()
+        }
         key = self.make_rng(DROP) if self.options.adapter_dropout and self.has_rng(DROP) else None
         mesh = getattr(self.options.activations, "mesh", None)
         run = functools.partial(_chosen_experts, self.config, layer, self.options)
@@ -158,6 +160,18 @@ class Experts(nn.Module):
         return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=batch, check_vma=False)
 
 
+def _for_products(leaves: Mapping[str, Any], dtype: Any) -> Mapping[str, Any]:
+    """Leaves of one kind of kernel, before a mesh shards and gathers them.
+
+    Adapters of kernels are applied, because codes cannot be sharded like kernels. The kernels are
+    in the compute dtype, because half the bytes are gathered then, unless an adapter reads them.
+    """
+    leaves = applied(leaves)
+    if "kernel" not in leaves or any(adapter.reads_kernel for adapter in adapters_of(leaves)):
+        return leaves
+    return {**leaves, "kernel": leaves["kernel"].astype(dtype)}
+
+
 def _chosen_experts(
     config: ModelConfig,
     layer: LayerConfig,
@@ -180,8 +194,8 @@ def _chosen_experts(
     count = len(jax.tree.leaves(leaves["down"])[0])
     local = experts_btk.reshape(-1) - part * count
     local = jnp.where((local >= 0) & (local < count), local, count)
-    groups = grouping(local, count)
     dispatch = chosen_dispatch(options.dispatch, options.on)
+    groups = grouping(local, count, dispatch)
     dot = functools.partial(grouped_product, groups=groups, dispatch=dispatch)
     draws = itertools.count()
 

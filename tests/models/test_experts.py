@@ -150,11 +150,12 @@ def test_nan_in_one_expert_reaches_only_its_tokens():
     hit = np.any(np.asarray(routing.columns) == 2, axis=-1)
     assert 0 < hit.sum() < hit.size
     ffn["up"]["kernel"][2, 3, 3] = np.nan
-    y, gradients = with_gradients(layer, ffn, x, "blocks", lambda y: 2 * y)
-    assert np.array_equal(np.isnan(y).any(-1), hit)
-    assert np.array_equal(np.isnan(gradients["x"]).any(-1), hit)
-    bad = np.isnan(gradients["ffn/down/kernel"]).any((1, 2))
-    assert bad.tolist() == [False, False, True, False]
+    for dispatch in ("blocks", "batched"):
+        y, gradients = with_gradients(layer, ffn, x, dispatch, lambda y: 2 * y)
+        assert np.array_equal(np.isnan(y).any(-1), hit)
+        assert np.array_equal(np.isnan(gradients["x"]).any(-1), hit)
+        bad = np.isnan(gradients["ffn/down/kernel"]).any((1, 2))
+        assert bad.tolist() == [False, False, True, False]
     for dispatch in ("dense", "ragged"):
         assert not np.isfinite(np.asarray(run(layer, ffn, x, dispatch))).all()
 
@@ -163,11 +164,11 @@ def test_rows_that_belong_to_no_expert_are_zero():
     """As on a mesh, where a device has some of the experts."""
     rng = np.random.default_rng(0)
     expert_r = np.array([5, 1, 5, 0, 1, 5, 5, 1])
-    groups = grouping(jnp.asarray(expert_r), 3)
     x = rng.normal(size=(8, 4)).astype(np.float32)
     kernel = rng.normal(size=(3, 4, 2)).astype(np.float32)
     wanted = [x[i] @ kernel[e] if e < 3 else np.zeros(2) for i, e in enumerate(expert_r)]
     for dispatch in DISPATCHES:
+        groups = grouping(jnp.asarray(expert_r), 3, dispatch)
         y = grouped_product(x[groups.order], kernel, groups, dispatch)[groups.inverse]
         np.testing.assert_allclose(y, wanted, atol=1e-6)
 
