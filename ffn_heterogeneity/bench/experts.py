@@ -30,7 +30,7 @@ def time_experts(config: Any, *_: Any) -> dict[str, Any]:
     title = f"{config.batch} x {config.seq_len} tokens, {sizes}; float32"
     rows = [(name, f"{1e3 * np.median(one):.2f}") for name, one in seconds.items()]
     tables = [timing.table(f"{title}; {config.repetitions} rounds", ("program", "median ms"), rows)]
-    ratios = timing.ratios_of(_pairs(seconds))(seconds)
+    ratios = _ratios(seconds)
     tables.append(timing.table_of_ratios(ratios))
     return {"machine": timing.machine(), "seconds": seconds, "ratios": ratios, "tables": tables}
 
@@ -70,18 +70,23 @@ def layers(
     return calls | (_theirs(trees, np.asarray(x), shape) if peer else {})
 
 
-def _pairs(seconds: dict[str, np.ndarray]) -> list[tuple[str, str]]:
-    """Programs to compare; of the peer's implementations the fastest."""
-    pairs = []
+def _ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, timing.Interval]:
+    """Ratios of times by pass; of the peer's implementations the fastest."""
+    ratios = {}
     for call in ("forward", "step"):
-        ours, dense = f"experts, blocks, {call}", f"dense layer, {call}"
-        others = [name for name in seconds if name.endswith(call) and name.startswith("torch: exp")]
-        pairs.append((ours, dense))
-        pairs += [(f"experts, {other}, {call}", ours) for other in ("dense", "ragged")]
-        if others:
-            pairs.append((min(others, key=lambda name: np.median(seconds[name])), ours))
-            pairs.append((f"torch: {dense}", dense))
-    return pairs
+        ours, dense = seconds[f"experts, blocks, {call}"], seconds[f"dense layer, {call}"]
+        pairs = {"blocks / dense layer": (ours, dense)}
+        for other in ("dense", "ragged"):
+            pairs[f"{other} / blocks"] = seconds[f"experts, {other}, {call}"], ours
+        theirs = {name: seconds.get(f"torch: experts, {name}, {call}") for name in THEIRS}
+        medians = {name: np.median(one) for name, one in theirs.items() if one is not None}
+        if medians:
+            fastest = min(medians, key=medians.__getitem__)
+            pairs[f"torch's {fastest} / blocks"] = theirs[fastest], ours
+            pairs["dense layer: torch's / ours"] = seconds[f"torch: dense layer, {call}"], dense
+        for label, pair in pairs.items():
+            ratios[f"{call}: {label}"] = timing.paired_interval(*pair)
+    return ratios
 
 
 def _theirs(

@@ -39,12 +39,10 @@ FUSION: Questions = {
     "Does a compressed model answer faster?": (FUSED, r"(\w+), forward / .*", WHOLE),
 }
 STEPS: Questions = {"What do pieces of a training step cost?": (PIECES, r"(.* / .*)", WHOLE)}
+OF_LAYER = "Times of one layer; dense layer: with as many neurons as a token's experts together"
 EXPERTS: Questions = {
-    "What does a layer with experts cost?": (
-        "Times of one layer; dense: as many neurons as a token's experts have together",
-        r"(.* / .*)",
-        r"\d+ x \d+ tokens",
-    ),
+    "What does a forward pass of experts cost?": (OF_LAYER, r"forward: (.*)", r"\d+ x \d+ tokens"),
+    "What does a training step of experts cost?": (OF_LAYER, r"step: (.*)", r"\d+ x \d+ tokens"),
 }
 STREAMING: Questions = {
     "How long does surgery on disk take vs a copy?": ("Times", r"(process / copy)", r"^[^,]+")

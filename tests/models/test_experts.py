@@ -315,3 +315,18 @@ def test_errors_name_the_setting():
     )
     counts = count_parameters(with_experts(LLAMA, 4))
     assert counts["ffn"] > 4 * count_parameters(LLAMA)["ffn"]
+
+
+def test_the_pooled_balance_loss_is_transformers(torch):
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = with_experts(LLAMA, 4)
+    params, batch = random_params(config), batch_of(LLAMA.vocab_size)
+    logits = Probe("logits", lambda seen, batch, _: seen.routing.logits, kind="example")
+    seen = causal_lm.forward(config, params, batch, probes=(logits,))["probes"]["logits"]
+    each = tuple(torch.tensor(np.array(one)).reshape(-1, 4) for one in seen)
+    real = torch.tensor(batch["segment_ids"] > 0)
+    theirs = load_balancing_loss_func(each, 4, 2, real.float())
+    term = load_balance_term(TermContext("load_balance", model=config), pooled=True)
+    ours, _, _ = value_and_gradient(term, config, params, batch)
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-6)
