@@ -140,6 +140,8 @@ def compress_directory(
     widths = enumerate(checkpoint.config.ffn_widths)
     smaller = checkpoint.config.with_widths([w - _size(cuts.get(i, 0)) for i, w in widths])
     form = choose_form(smaller, export)
+    if any(layer.routes for layer in smaller.layers) and form.config != smaller:
+        raise ValueError("merged experts with export='padded': leave streaming=true out")
     shapes = expected_shapes(form.config)
     specs = _specs(checkpoint, form.config, shapes, dtype)
     with local_directory(epath.Path(target)) as temporary:

@@ -22,9 +22,9 @@ from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signa
 from ffn_heterogeneity.train.hooks import Best, Hook, Stopping, Throughput
 from ffn_heterogeneity.train.objectives import Batches
 from ffn_heterogeneity.train.profiler import Profiler
-from ffn_heterogeneity.train.state import TrainState
+from ffn_heterogeneity.train.state import TrainState, not_finite
 from ffn_heterogeneity.tree import flatten
-from ffn_heterogeneity.wording import check_numbers
+from ffn_heterogeneity.wording import check_numbers, some
 
 
 class TrainingDiverged(ValueError):
@@ -307,6 +307,8 @@ class TrainLoop:
             what = f"the gradient of {leaves[0] if leaves else 'a leaf'} is not finite"
         else:
             what = "the update is not finite"
+        if bad := not_finite(self.state.params):
+            what += f"; weights that are not finite: {some(bad)}"
         return TrainingDiverged(
             f"step {step}: {what}; {self._last_checkpoint()}. Lower the learning rate or the "
             "term's weight, or check the batch of that step"

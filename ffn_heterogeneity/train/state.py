@@ -33,6 +33,12 @@ class TrainState:
     key: jax.Array
 
 
+def not_finite(params: Any) -> list[str]:
+    """Paths of the leaves with NaN or infinity."""
+    floats = {p: x for p, x in flatten(params).items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+    return [path for path, leaf in floats.items() if not jnp.isfinite(leaf).all()]
+
+
 def split_params(params: Any, trainable: Mapping[str, bool]) -> tuple[dict, dict]:
     """`(trainable, frozen)`, two flat dicts `{path: leaf}`; `merge_params` is the inverse."""
     leaves = flatten(params)

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from test_parity import TINY, TOKENS, reread, torch_model
 from tiny_models import our_logits, random_params, tiny_of, torch_logits
+from tiny_models import torch_model as transformers_model
 from tiny_runs import refused
 
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -232,3 +233,22 @@ def test_an_expert_out_of_range(tmp_path, value, words):
     tree["layers"][0]["ffn"]["expert_of"] = np.array([3, *value])
     save_pretrained(config, tree, tmp_path / "model")
     refused(f"expert_of'.*{words}", load_model, tmp_path / "model", error=CheckpointError)
+
+
+def test_merged_experts_are_written_once_per_column_for_other_tools(torch, tmp_path, capsys):
+    config = tiny_of("mixtral", 2)
+    merged = tuple(dataclasses.replace(one, experts=3, routes=4) for one in config.layers)
+    config = dataclasses.replace(config, layers=merged)
+    tree = unstack(random_params(config))
+    for layer, columns in zip(tree["layers"], ([2, 0, 1, 0], [1, 1, 0, 2]), strict=True):
+        layer["ffn"]["expert_of"] = np.array(columns, np.int32)
+    params = restack(config, tree)
+    save_pretrained(config, params, tmp_path / "model", export="padded")
+    assert "once per router column" in capsys.readouterr().err
+    theirs = torch_logits(torch, transformers_model(torch, tmp_path / "model"), TOKENS % 29)
+    ours = our_logits(config, params, TOKENS % 29)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    save_pretrained(config, params, tmp_path / "native")
+    plan = RemovalPlan("entropy", count=2)
+    with pytest.raises(ValueError, match="merged experts .* leave streaming=true out"):
+        compress_directory(tmp_path / "native", tmp_path / "out", plan, export="padded")

@@ -1,6 +1,7 @@
 """The loop: resuming to the same bits, signals, divergence, kept checkpoints, one compilation."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import signal
@@ -286,6 +287,14 @@ def test_divergence_names_the_term(tmp_path):
 
     with pytest.raises(TrainingDiverged, match="step 1: not finite: bad=nan; there is no check"):
         make_loop(tmp_path, terms=(NLL, LossTerm("bad", bad, 1.0)), evaluate=False).run()
+
+
+def test_divergence_names_weights_that_are_not_finite(tmp_path):
+    loop = make_loop(tmp_path, evaluate=False)
+    scale = loop.state.params["final_norm"]["scale"]
+    params = {**loop.state.params, "final_norm": {"scale": scale.at[1].set(np.nan)}}
+    loop.state = dataclasses.replace(loop.state, params=params)
+    refused("weights that are not finite: 'final_norm/scale'", loop.run, error=TrainingDiverged)
 
 
 def test_a_validation_metric_that_is_not_finite_stops(tmp_path):

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,7 +39,13 @@ from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.tokenizer_files import save_tokenizer
 from ffn_heterogeneity.models import families
-from ffn_heterogeneity.models.config import ConfigError, ModelConfig, check_count, config_to_dict
+from ffn_heterogeneity.models.config import (
+    ConfigError,
+    LayerConfig,
+    ModelConfig,
+    check_count,
+    config_to_dict,
+)
 from ffn_heterogeneity.models.families.common import token_id
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.tree import AUXILIARY, flatten
@@ -111,6 +118,7 @@ def save_pretrained(
         raise CheckpointError("structure='keep' and export='padded': fold it, or do not pad")
     form = choose_form(config, export)
     shapes = families.expected_shapes(form.config)
+    leaves = separate_experts(leaves) if export == "padded" else leaves
     leaves = {path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}
     rules, more = family.rules(form.config), {}
     if classifier:
@@ -178,6 +186,7 @@ def choose_form(config: ModelConfig, export: str) -> WrittenForm:
     check_choice("export", export, EXPORTS, CheckpointError)
     if export == "padded":
         config = config.with_widths(config.widest)
+        config = dataclasses.replace(config, layers=tuple(map(_unmerged, config.layers)))
     values = families.config_to_hf(config)
     if export == "native":
         return WrittenForm(config, export, values)
@@ -192,6 +201,31 @@ def choose_form(config: ModelConfig, export: str) -> WrittenForm:
     if export == "deci":
         return WrittenForm(config, export, families.to_deci(config, values))
     return WrittenForm(config, "plain" if expressible else "native", values)
+
+
+def _unmerged(layer: LayerConfig) -> LayerConfig:
+    """The layer with one expert for each router column."""
+    if layer.routes is None:
+        return layer
+    return dataclasses.replace(layer, experts=layer.routes + layer.shared, routes=None)
+
+
+def separate_experts(leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the leaves with a copy of a merged expert for each of its router columns.
+
+    Says so on stderr, because the file is as large as that of the model before merging.
+    """
+    merged = {p.removesuffix("expert_of"): x for p, x in leaves.items() if p.endswith("expert_of")}
+    if merged:
+        print("merged experts are written once per router column", file=sys.stderr)
+    separate = {}
+    for path, leaf in leaves.items():
+        ffn = next((one for one in merged if path.startswith(one)), None)
+        if ffn is None or path.startswith(f"{ffn}router"):
+            separate[path] = leaf
+        elif not path.endswith("expert_of"):
+            separate[path] = leaf[merged[ffn]]
+    return separate
 
 
 def pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
