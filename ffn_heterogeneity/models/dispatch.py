@@ -165,7 +165,7 @@ def _forward(
     def step(expert: jax.Array, first: jax.Array, end: jax.Array, y: jax.Array) -> jax.Array:
         kernel = jax.lax.dynamic_index_in_dim(kernel_eio, expert, keepdims=False)
         kernel = kernel.astype(x_ri.dtype)
-        kernel = _for_products(kernel) if transposed else kernel
+        kernel = _transposed(kernel) if transposed else kernel
 
         def block(i: jax.Array, y: jax.Array) -> jax.Array:
             at = first + i * size
@@ -184,9 +184,9 @@ def _forward(
     return jax.lax.fori_loop(0, -(-(len(y) - size - total) // size), clear, y)
 
 
-def _for_products(kernel: jax.Array) -> jax.Array:
-    """The transposed kernel: in half precision in memory, as in `linear.wide_product`."""
-    return turned(kernel) if kernel.dtype.itemsize < 4 else kernel.T
+def _transposed(matrix: jax.Array) -> jax.Array:
+    """The transpose; in half precision in memory, for the reason in `linear.wide_product`."""
+    return turned(matrix) if matrix.dtype.itemsize < 4 else matrix.T
 
 
 def _kernel_gradient(x_ri: jax.Array, g_ro: jax.Array, sizes_e: jax.Array, size: int) -> jax.Array:
@@ -203,8 +203,7 @@ def _kernel_gradient(x_ri: jax.Array, g_ro: jax.Array, sizes_e: jax.Array, size:
                 jnp.where(own, jax.lax.dynamic_slice_in_dim(rows, at, size), 0)
                 for rows in (x_ri, g_ro)
             )
-            x_ib = _for_products(x_bi)
-            return total + _product(x_ib, g_bo)
+            return total + _product(_transposed(x_bi), g_bo)
 
         blocks = -(-(end - first) // size)
         total = jax.lax.fori_loop(0, blocks, block, jnp.zeros_like(sums[0]))

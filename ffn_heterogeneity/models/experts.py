@@ -97,14 +97,13 @@ class Experts(nn.Module):
             )
             experts = jnp.concatenate([experts, always], axis=-1)
             gates = jnp.concatenate([gates, jnp.ones(always.shape, gates.dtype)], axis=-1)
-        leaves = {
-            name: _for_products(leaf, x_btd.dtype) if isinstance(leaf, dict) else leaf
-            for name, leaf in leaves.items()
-        }
+        # Adapters of kernels are applied here, because codes cannot be sharded like kernels.
+        leaves = {name: applied(x) if isinstance(x, dict) else x for name, x in leaves.items()}
         key = self.make_rng(DROP) if self.options.adapter_dropout and self.has_rng(DROP) else None
         mesh = getattr(self.options.activations, "mesh", None)
         run = functools.partial(_chosen_experts, self.config, layer, self.options)
         if mesh is not None:
+            leaves = {name: _narrowed(leaf, x_btd.dtype) for name, leaf in leaves.items()}
             run = self._on_mesh(run, mesh, leaves)
         return self.perturb("output", run(leaves, x_btd, experts, gates, key)), routing
 
@@ -160,14 +159,14 @@ class Experts(nn.Module):
         return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=batch, check_vma=False)
 
 
-def _for_products(leaves: Mapping[str, Any], dtype: Any) -> Mapping[str, Any]:
-    """Leaves of one kind of kernel, before a mesh shards and gathers them.
+def _narrowed(leaves: Any, dtype: Any) -> Any:
+    """The leaves with the kernel, if any, in the compute dtype: a mesh gathers half the bytes.
 
-    Adapters of kernels are applied, because codes cannot be sharded like kernels. The kernels are
-    in the compute dtype, because half the bytes are gathered then, unless an adapter reads them.
+    Not if an adapter reads the kernel. (Without a mesh only used experts are cast.)
     """
-    leaves = applied(leaves)
-    if "kernel" not in leaves or any(adapter.reads_kernel for adapter in adapters_of(leaves)):
+    if not isinstance(leaves, Mapping) or "kernel" not in leaves:
+        return leaves
+    if any(adapter.reads_kernel for adapter in adapters_of(leaves)):
         return leaves
     return {**leaves, "kernel": leaves["kernel"].astype(dtype)}
 
