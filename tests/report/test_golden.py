@@ -100,3 +100,18 @@ def test_scores_are_those_of_the_last_evaluation():
     drawn = {one.key: one for one in draw_all(paper, gather(paper, [str(path)])[1])}
     assert len(means) == 3
     assert means <= {key(row[0]) for row in rows_of(drawn["paired"])}
+
+
+@pytest.mark.parametrize(("task", "metric"), [("mrpc", "f1"), ("stsb", "spearman")])
+def test_the_table_of_rates_has_the_last_evaluations(task, metric):
+    runs, found = REPOSITORY / f"docs/results/runs/rates-{task}-minilm-poolings.tar.xz", []
+    with tarfile.open(runs) as archive:
+        for name in archive.getnames():
+            if name.endswith("/metrics.jsonl"):
+                rows = map(json.loads, archive.extractfile(name).read().splitlines())
+                last = [row for row in rows if f"validation/{metric}" in row][-1]
+                names = (metric, f"{metric}_low", f"{metric}_high")
+                value, low, high = (f"{100 * last[f'validation/{x}']:.4g}" for x in names)
+                found.append(f"{value} [{low}, {high}]")
+    table = (REPOSITORY / "docs/results/p32_rates.md").read_text()
+    assert len(found) == 6 and all(cell in table for cell in found)
