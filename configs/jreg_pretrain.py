@@ -55,6 +55,7 @@ def get_config(argument: str = "170m") -> ConfigDict:
     config.shape.tied = False
     # Of a new model: a directory, a .gguf file or a hub id.
     config.tokenizer = ""
+    train.pretraining(config)
 
     losses.add(config, ("nll", "jreg", *more))
     # The jump rates with h_L after the final norm too: which of the two the paper took is not said.
@@ -65,25 +66,9 @@ def get_config(argument: str = "170m") -> ConfigDict:
     if "nucl" in more:
         config.monitors.entropy = losses.entropy(config)
 
-    config.data.task = "tokens"  # shards of scripts/prepare_data.py; or text, jsonl
-    config.data.text_field = ""  # jsonl, parquet, hub data
-    config.data.passage_chars = 16_384  # text: characters of a shuffled passage, at most
-    config.data.validation_fraction = 0.001
-
     config.steps = 200_000
-    config.batch_size = 512
-    config.accumulation = 8
     config.seq_len = 1024
     config.optimizer.learning_rate = rate
-    config.optimizer.schedule = "cosine"
-    config.optimizer.final_fraction = 0.1
-    config.optimizer.warmup_steps = 1000
-    config.optimizer.weight_decay = 0.1
-    config.optimizer.b2 = 0.95
-    config.optimizer.clip_norm = 1.0
-    config.eval.every = 2000
-    config.eval.max_batches = 8
-    config.checkpoint.every = 1000
     if size == "local":
         config.shape.vocab_size = 4096
         # A jump needs many steps and a large vocabulary, not many tokens; tied, because then more

@@ -69,6 +69,26 @@ def get_config() -> ConfigDict:
     return config
 
 
+def pretraining(config: ConfigDict) -> None:
+    """Data and schedule of pre-training from random weights; JREG's paper has this optimizer."""
+    config.data.task = "tokens"  # shards of scripts/prepare_data.py; or text, jsonl
+    config.data.text_field = ""  # jsonl, parquet, hub data
+    config.data.passage_chars = 16_384  # text: characters of a shuffled passage, at most
+    config.data.validation_fraction = 0.001
+
+    config.batch_size = 512
+    config.accumulation = 8
+    config.optimizer.schedule = "cosine"
+    config.optimizer.final_fraction = 0.1
+    config.optimizer.warmup_steps = 1000
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.b2 = 0.95
+    config.optimizer.clip_norm = 1.0
+    config.eval.every = 2000
+    config.eval.max_batches = 8
+    config.checkpoint.every = 1000
+
+
 def _what_is_kept(config: ConfigDict) -> None:
     """Evaluations, checkpoints, the exported model."""
     config.eval = ConfigDict()

@@ -68,7 +68,7 @@ class LayerIO:
         """Return `ffn_state`.
 
         Raises:
-          ValueError: the layer has experts, of which each has its own state of its own tokens.
+          ValueError: the layer has experts, and each has a state of the tokens sent to it.
         """
         if self.ffn_state is None:
             raise ValueError(

@@ -28,7 +28,7 @@ DISPATCHES = ("dense", "blocks", "batched", "ragged")
 DEFAULTS = {"cpu": "blocks", "tpu": "ragged"}  # by platform; elsewhere (GPUs) "batched"
 # Larger blocks waste more rows at the end of an expert's; smaller ones multiply more slowly, and
 # batched ones need more copies of kernels.
-LARGEST = {"batched": 512}
+LARGEST = {"blocks": 128, "batched": 512}
 
 
 def chosen_dispatch(name: str, platform: str) -> str:
@@ -57,13 +57,16 @@ def grouping(expert_n: jax.Array, experts: int, dispatch: str = "blocks") -> Gro
     """Sort rows by expert; those of an expert >= `experts` come last and are not counted."""
     order = jnp.argsort(expert_n, stable=True)
     sizes_e = jnp.sum(expert_n[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-    block = block_size(len(expert_n), experts, LARGEST.get(dispatch, 128))
+    block = block_size(len(expert_n), experts, dispatch)
     return Groups(jnp.pad(order, (0, block)), jnp.argsort(order), sizes_e)
 
 
-def block_size(rows: int, experts: int, largest: int = 128) -> int:
-    """A power of two: half of an expert's mean number of rows, at most `largest`."""
-    return min(largest, 1 << max(0, -(-rows // (2 * experts)) - 1).bit_length())
+def block_size(rows: int, experts: int, dispatch: str = "blocks") -> int:
+    """A power of two: half of an expert's mean number of rows, at most that of `LARGEST`.
+
+    1 if the dispatch has no blocks.
+    """
+    return min(LARGEST.get(dispatch, 1), 1 << max(0, -(-rows // (2 * experts)) - 1).bit_length())
 
 
 def grouped_product(
@@ -213,7 +216,7 @@ def _kernel_gradient(x_ri: jax.Array, g_ro: jax.Array, sizes_e: jax.Array, size:
 
 
 def _block_rows(sizes_e: jax.Array, rows: int, size: int) -> tuple[jax.Array, ...]:
-    """Where blocks and rows are, for [R] rows of which the last `size` are no expert's.
+    """Places of blocks and rows, for [R] rows of which the last `size` are no expert's.
 
     Returns:
       (the expert of each block [B], its rows [B, size], whether they are the expert's [B, size],
@@ -238,7 +241,7 @@ def _block_rows(sizes_e: jax.Array, rows: int, size: int) -> tuple[jax.Array, ..
 def _batched_forward(
     x_ri: jax.Array, kernel_eio: jax.Array, sizes_e: jax.Array, size: int, transposed: bool = False
 ) -> jax.Array:
-    """As `_forward`, in one batched product."""
+    """The result of `_forward`, from one batched product."""
     expert_b, rows_bs, _, place_r = _block_rows(sizes_e, len(x_ri), size)
     wide = jnp.promote_types(x_ri.dtype, jnp.float32)
     kernel_bio = kernel_eio.astype(x_ri.dtype)[expert_b]
@@ -251,7 +254,7 @@ def _batched_forward(
 def _batched_kernel_gradient(
     x_ri: jax.Array, g_ro: jax.Array, sizes_e: jax.Array, size: int
 ) -> jax.Array:
-    """As `_kernel_gradient`, in one batched product and a sum over each expert's blocks."""
+    """The result of `_kernel_gradient`, from one batched product and sums over experts' blocks."""
     expert_b, rows_bs, own_bs, _ = _block_rows(sizes_e, len(x_ri), size)
     wide = jnp.promote_types(x_ri.dtype, jnp.float32)
     x_bsi, g_bso = (jnp.where(own_bs[..., None], rows[rows_bs], 0) for rows in (x_ri, g_ro))

@@ -146,13 +146,14 @@ class Experts(nn.Module):
                     f"ffn/{path} depends on all neurons, which the mesh shards: choose a tensor "
                     f"axis that divides the {self.layer.experts} experts"
                 )
-        by_expert = (self.layer.experts or 0) % mesh.shape["tensor"] == 0
+        parts = mesh.shape["tensor"]
+        parts = 1 if (self.layer.experts or 0) % parts else parts  # 1: neurons are sharded
 
         def local(leaves: Any, x_btd: jax.Array, experts: Any, gates: Any, key: Any) -> jax.Array:
-            part = jax.lax.axis_index("tensor") if by_expert else 0
+            part = jax.lax.axis_index("tensor") if parts > 1 else 0
             if key is not None:
                 key = jax.random.fold_in(key, jax.lax.axis_index(mesh.axis_names))
-            return jax.lax.psum(run(leaves, x_btd, experts, gates, key, part), "tensor")
+            return jax.lax.psum(run(leaves, x_btd, experts, gates, key, part, parts), "tensor")
 
         batch = batch_sharding(mesh, accumulated=False).spec
         in_specs = (unflatten(specs), batch, batch, batch, PartitionSpec())
@@ -181,16 +182,18 @@ def _chosen_experts(
     gates_btk: jax.Array,
     key: jax.Array | None,
     part: Any = 0,
+    parts: int = 1,
 ) -> jax.Array:
     """Sum of gate times output over each token's experts, [B, T, D].
 
     Args:
       leaves: those of all experts, or of a device's.
       key: for the adapters' dropout, or None.
-      part: number of the part of the experts that the leaves are; the others' outputs are left out.
+      part: which of `parts` equal parts of the experts the leaves are of; the outputs of the others
+        are left out.
     """
     copies, width = experts_btk.shape[-1], x_btd.shape[-1]
-    count = len(jax.tree.leaves(leaves["down"])[0])
+    count = (layer.experts or 0) // parts
     local = experts_btk.reshape(-1) - part * count
     local = jnp.where((local >= 0) & (local < count), local, count)
     dispatch = chosen_dispatch(options.dispatch, options.on)

@@ -161,7 +161,7 @@ def test_nan_in_one_expert_reaches_only_its_tokens():
 
 
 def test_rows_that_belong_to_no_expert_are_zero():
-    """As on a mesh, where a device has some of the experts."""
+    """A mesh gives a device some of the experts."""
     rng = np.random.default_rng(0)
     expert_r = np.array([5, 1, 5, 0, 1, 5, 5, 1])
     x = rng.normal(size=(8, 4)).astype(np.float32)
@@ -271,7 +271,7 @@ def test_the_balance_loss_is_the_formula(pooled):
 
 
 def test_the_gradients_of_the_routers_losses():
-    """Of R sum_r f_r P_r with f fixed, and of the squared logarithm; one layer."""
+    """One layer: R sum_r f_r P_r with f fixed, and the squared logarithm."""
     config = with_experts(dataclasses.replace(LLAMA, layers=LLAMA.layers[:1]), 4)
     params, batch = random_params(config), batch_of(LLAMA.vocab_size)
     (x,), (p,), (chosen,) = routers(config, params, batch)

@@ -126,7 +126,7 @@ def _modules(config: ModelConfig) -> Iterator[tuple[Rule, str]]:
 
 
 def _sparse(config: ModelConfig, path: str) -> bool:
-    """True for leaves of experts and routers, which are not modules of their own in PyTorch."""
+    """True for leaves of experts and routers, which are not separate modules in PyTorch."""
     matched = re.match(r"layers/(\d+)/ffn/", path)
     return matched is not None and config.layers[int(matched[1])].experts is not None
 

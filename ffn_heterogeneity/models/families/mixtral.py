@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, llama, names, rules
+from ffn_heterogeneity.models.families import common, mistral, names, rules
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-5,
@@ -58,14 +58,12 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 # llama.cpp has no separate architecture for Mixtral: its files are a Llama's with experts.
 FAMILY = dataclasses.replace(
-    llama.FAMILY,
+    mistral.FAMILY,
     name="mixtral",
     architecture="MixtralForCausalLM",
     presets=PRESETS,
     from_hf=from_hf,
     to_hf=to_hf,
-    gguf_architecture="llama",
-    gguf_uneven="",
     gguf_rules=common.gguf_expert_rules,
     rules=functools.partial(
         rules.one_to_one, names=names.hf_expert_names("block_sparse_moe", "w1", "w3", "w2")
