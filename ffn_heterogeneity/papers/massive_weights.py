@@ -32,11 +32,12 @@ ITS_STEP, ALWAYS = ("massive", "step", 0.8), ("massive", "constant", 1.0)
 
 
 def evaluations(runs: Frame) -> Frame:
-    """Models attacked ("zero 5"), or evaluated as they are ("-"); "what" may be a task's name, or
-    the mean of the tasks."""
+    """Models attacked ("zero 5"), or evaluated as they are ("-", which zeroes 0 neurons; "retain
+    0" zeroes all of them); "what" may be a task's name, or the mean of the tasks."""
     names = ("attack", "k", "config.layer", "token", "prepare", *EVALUATION)
     rows = c.evaluated(c.need(runs, *names), "attack")
-    attacked = (rows.attack + " " + rows.k.astype(str)).where(rows.k != 0, "-")
+    attacked = rows.attack + " " + rows.k.astype(str)
+    attacked = attacked.where(attacked != "zero 0", "-")
     layers = c.label(rows, ", layer {:g}".format, "config.layer").fillna("")
     place = "here" + layers + windows(rows)
     rows = rows.assign(attacked=attacked, text=read_text(rows), place=place)

@@ -22,8 +22,10 @@ import builders
 import pytest
 from tiny_models import REPOSITORY
 
+import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
 from ffn_heterogeneity.report.paper import draw_all, gather
+from ffn_heterogeneity.report.tables import number
 
 GOLDEN = Path(__file__).parent / "golden" / "values.json.xz"
 VALUES = json.loads(lzma.decompress(GOLDEN.read_bytes()))
@@ -115,3 +117,18 @@ def test_the_table_of_rates_has_the_last_evaluations(task, metric):
                 found.append(f"{value} [{low}, {high}]")
     table = (REPOSITORY / "docs/results/p32_rates.md").read_text()
     assert len(found) == 6 and all(cell in table for cell in found)
+
+
+def test_the_table_at_the_chosen_rate_is_the_report_of_its_archives():
+    folder, paper = REPOSITORY / "docs/results", papers.load("p32")
+    text = (folder / "p32_chosen.md").read_text()
+    runs = gather(paper, [str(folder / "runs/rates-minilm-chosen.tar.xz")])[1]
+    drawn = {one.key: one for one in draw_all(paper, runs)}
+    cells = [x for key in ("paired", "test_sets") for row in rows_of(drawn[key]) for x in row]
+    assert len(cells) == 35
+    assert [x for x in cells if number(x) not in text] == []
+    for path in ("rates-stsb-minilm-depths-1e-4", "p32-stsb-minilm-depths"):
+        frame = fh.results(folder / f"runs/{path}.tar.xz").query("what == 'spearman'")
+        last = frame[frame.step.notna()].groupby("run").last()
+        shallow = last[last["config.truncate.blocks"] <= 2].value
+        assert len(shallow) == 2 and all(f"| {100 * x:.4g} |" in text for x in shallow)

@@ -25,6 +25,7 @@ def test_attacks(report, tmp_path):
         attack(tmp_path / "none", "zero", 0, 20.0, answers=right),
         attack(tmp_path / "zero", "zero", 5, 90.0, windows=(4.5, 4.9), answers=wrong),
         attack(tmp_path / "retain", "retain", 5, 30.0, windows=(3.4, 3.5)),
+        attack(tmp_path / "nothing", "retain", 0, 200.0, windows=(5.2, 5.4)),
         attack(tmp_path / "c4", "zero", 5, 120.0, windows=(4.7, 4.8), text=text),
         attack(tmp_path / "three", "zero", 3, 80.0, windows=(4.4, 4.3)),
         attack(tmp_path / "layer", "zero", 3, 81.0, layer=1),
@@ -41,6 +42,8 @@ def test_attacks(report, tmp_path):
     zeroed = ours["zero", "5", "wikitext", place]
     assert float(zeroed["Δ NLL vs unattacked"]) == pytest.approx((1.5 + 1.7) / 2)
     assert float(zeroed["Δ PIQA vs unattacked"]) == pytest.approx(-50)
+    nothing_kept = ours["retain", "0", "wikitext", place]
+    assert float(nothing_kept["Δ NLL vs unattacked"]) == pytest.approx((2.2 + 2.2) / 2)
     assert ours["zero", "5", "c4", place]["Δ NLL vs unattacked"] == "-"
     assert "bootstrap n=2" in tables["text"] and "bootstrap n=6" in tables["text"]
     points = lines(tables, "perplexity_by_k")

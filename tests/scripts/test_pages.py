@@ -33,7 +33,7 @@ SOURCES = {
     ),  # of no run: printed numbers
     "jreg": (("jreg_*",), ("lesions-*",)),
     "massive_weights": (("massive_*", "macdrop*", "table_4_smollm2*"), ("lesions-*",)),
-    "p32": (("p32_mrpc_qwen", "p32_rates"), ("p32-*",)),
+    "p32": (("p32_mrpc_qwen", "p32_rates", "p32_chosen"), ("p32-*",)),
     "mlp_fusion": (("recover_spread",), ("fusion-*", "ntk-*", "own-recover*", "webnlg-*")),
 }
 # Page -> numbers in its sentences that are not measured, and their meaning.

@@ -1,6 +1,6 @@
-"""The first picture of README.md: the loss that each rule adds on windows of the whole text.
+"""Pictures drawn from archives: docs/removal.png, the first of README.md, and docs/massive.png.
 
-python docs/removal_picture.py    (in the repository's root; writes docs/removal.png)
+python docs/pictures.py    (in the repository's root)
 """
 
 from matplotlib.figure import Figure
@@ -30,7 +30,8 @@ def added_losses() -> dict[str, float]:
     return {name: losses[run] - dense for name, run in RULES.items()}
 
 
-def main() -> None:
+def draw_removal() -> None:
+    """The loss that each rule adds on windows of the whole text."""
     losses = added_losses()
     figure = Figure(figsize=(7.5, 3.4), layout="constrained")
     axis = figure.subplots()
@@ -45,5 +46,29 @@ def main() -> None:
     save(figure, "docs/removal.png")
 
 
+def draw_massive() -> None:
+    """Perplexity by the number of massive neurons that an attack zeroes, or retains."""
+    runs = fh.results(f"{RUNS}/massive-k-smollm2.tar.xz").query("what == 'perplexity'")
+    runs = runs.rename(columns=lambda name: name.removeprefix("config.")).sort_values("k")
+    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+    axis = figure.subplots()
+    names = {"zero": "the k zeroed", "retain": "all but the k zeroed (k = 0: all)"}
+    for (attack, name), color in zip(names.items(), COLOURS, strict=False):
+        its = runs[runs.attack == attack]
+        axis.plot(its.k, its.value, "o-", color=color, label=name)
+    ticks = sorted(runs.k.unique())
+    axis.set_xscale("symlog", linthresh=1)
+    axis.set_xticks(ticks, [str(k) for k in ticks])
+    axis.set_xticks([], minor=True)
+    axis.set_ylim(0)
+    axis.spines[["top", "right"]].set_visible(False)
+    label = "k: neurons with the largest state on the first token (logarithmic from 1)"
+    title = "SmolLM2-135M-Instruct, layer 12: 1,536 FFN neurons"
+    axis.set(xlabel=label, ylabel="perplexity, WikiText-2", title=title)
+    axis.legend(frameon=False)
+    save(figure, "docs/massive.png")
+
+
 if __name__ == "__main__":
-    main()
+    draw_removal()
+    draw_massive()
