@@ -4,7 +4,8 @@
 
 in float32 for the router, with g_r = p_r / (sum of the chosen p) ("renormalized"), p_r ("softmax")
 or 1 ("none"), and e(r) = shared + r, or the leaf `expert_of`. Shared experts see every token with
-gate 1. No token is dropped.
+gate 1. No token is dropped. The last `constants` columns have a vector, a row of the leaf
+`constant`, in place of an expert's output (MoNE, 2507.00390).
 """
 
 import functools
@@ -34,6 +35,24 @@ from ffn_heterogeneity.parallel.partition import batch_sharding, spec_of
 from ffn_heterogeneity.tree import LeafError, flatten, subtree, unflatten
 
 
+class Rows(NamedTuple):
+    """What the chosen experts computed: N = B T k rows (k with the shared ones), sorted by expert.
+
+    Attributes:
+      states: h, before `neuron_scale`, [N, m].
+      outputs: of the experts, before the gates, [N, D].
+      experts: int32 [N]; -1 of rows that belong to none (constants), whose outputs are 0.
+      gates: float32 [N].
+      tokens: the rows' tokens, 0 to B T - 1, int32 [N].
+    """
+
+    states: jax.Array
+    outputs: jax.Array
+    experts: jax.Array
+    gates: jax.Array
+    tokens: jax.Array
+
+
 class Routing(NamedTuple):
     """Choices of a router with R columns, k of them per token.
 
@@ -41,11 +60,13 @@ class Routing(NamedTuple):
       logits: float32 [B, T, R].
       columns: the chosen columns, int32 [B, T, k].
       gates: the factors of the experts' outputs, float32 [B, T, k].
+      rows: what the experts computed; None on a mesh. XLA removes what is not read.
     """
 
     logits: jax.Array
     columns: jax.Array
     gates: jax.Array
+    rows: Rows | None = None
 
 
 def route(layer: LayerConfig, router: Mapping[str, Any], x_btd: jax.Array) -> Routing:
@@ -89,6 +110,7 @@ class Experts(nn.Module):
         """x [B, T, D] -> (y [B, T, D], Routing)."""
         layer, leaves = self.layer, self._leaves()
         routing = route(layer, leaves.pop("router"), x_btd)
+        constants = leaves.pop("constant", None)
         expert_of = leaves.pop("expert_of", layer.shared + jnp.arange(layer.columns))
         experts, gates = jnp.asarray(expert_of)[routing.columns], routing.gates
         if layer.shared:  # as further choices of every token
@@ -102,10 +124,15 @@ class Experts(nn.Module):
         key = self.make_rng(DROP) if self.options.adapter_dropout and self.has_rng(DROP) else None
         mesh = getattr(self.options.activations, "mesh", None)
         run = functools.partial(_chosen_experts, self.config, layer, self.options)
-        if mesh is not None:
+        if mesh is None:
+            y_btd, rows = run(leaves, x_btd, experts, gates, key)
+            routing = routing._replace(rows=rows)
+        else:
             leaves = {name: _narrowed(leaf, x_btd.dtype) for name, leaf in leaves.items()}
-            run = self._on_mesh(run, mesh, leaves)
-        return self.perturb("output", run(leaves, x_btd, experts, gates, key)), routing
+            y_btd = self._on_mesh(run, mesh, leaves)(leaves, x_btd, experts, gates, key)
+        if constants is not None:
+            y_btd = y_btd + _constant_outputs(constants, routing).astype(y_btd.dtype)
+        return self.perturb("output", y_btd), routing
 
     def _leaves(self) -> dict[str, Any]:
         """Leaves of the layer, nested.
@@ -153,7 +180,8 @@ class Experts(nn.Module):
             part = jax.lax.axis_index("tensor") if parts > 1 else 0
             if key is not None:
                 key = jax.random.fold_in(key, jax.lax.axis_index(mesh.axis_names))
-            return jax.lax.psum(run(leaves, x_btd, experts, gates, key, part, parts), "tensor")
+            y_btd, _ = run(leaves, x_btd, experts, gates, key, part, parts)
+            return jax.lax.psum(y_btd, "tensor")
 
         batch = batch_sharding(mesh, accumulated=False).spec
         in_specs = (unflatten(specs), batch, batch, batch, PartitionSpec())
@@ -183,8 +211,8 @@ def _chosen_experts(
     key: jax.Array | None,
     part: Any = 0,
     parts: int = 1,
-) -> jax.Array:
-    """Sum of gate times output over each token's experts, [B, T, D].
+) -> tuple[jax.Array, Rows]:
+    """(Sum of gate times output over each token's experts, [B, T, D]; the experts' rows).
 
     Args:
       leaves: those of all experts, or of a device's.
@@ -218,10 +246,21 @@ def _chosen_experts(
     up = linear("up", rows)
     state = act(linear("gate", rows)) * up if layer.ffn_kind == "gated" else act(up)
     scale = neuron_factor({name: leaves.get(name) for name in FFN_LEAVES})
-    state = state if scale is None else state * of_rows(scale, state, dot)
-    y_nkd = permuted(linear("down", state), groups.inverse, groups.order, 1).reshape(
-        -1, copies, width
-    )
+    scaled = state if scale is None else state * of_rows(scale, state, dot)
+    outputs = linear("down", scaled)
+    y_nkd = permuted(outputs, groups.inverse, groups.order, 1).reshape(-1, copies, width)
     gates_nk = gates_btk.reshape(-1, copies)
     y_nd = jnp.einsum("nkd,nk->nd", y_nkd, gates_nk, preferred_element_type=gates_nk.dtype)
-    return y_nd.astype(x_btd.dtype).reshape(x_btd.shape)
+    order = groups.order[: len(local)]
+    sorted_rows = state[: len(local)], outputs[: len(local)]
+    expert_n = jnp.where(local[order] < count, local[order], -1)
+    seen = Rows(*sorted_rows, expert_n, gates_nk.reshape(-1)[order], order // copies)
+    return y_nd.astype(x_btd.dtype).reshape(x_btd.shape), seen
+
+
+def _constant_outputs(constants: jax.Array, routing: Routing) -> jax.Array:
+    """Sum of gate times vector over each token's columns that have one, [B, T, D]."""
+    first = routing.logits.shape[-1] - len(constants)
+    chosen = jax.nn.one_hot(routing.columns - first, len(constants), dtype=routing.gates.dtype)
+    weights_btc = jnp.einsum("btkc,btk->btc", chosen, routing.gates)
+    return weights_btc @ constants.astype(weights_btc.dtype)

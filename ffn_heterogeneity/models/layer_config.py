@@ -61,6 +61,8 @@ class LayerConfig:
       routes: R, the number of router columns; None: one for each expert that is not shared. Other
         numbers need the leaf `ffn/expert_of`, the expert of each column (merged experts).
       router: "linear", x R, or "mlp", tanh(x A) R (Moefication).
+      constants: the router's last columns that have the leaf `ffn/constant`, a vector each, in
+        place of an expert (MoNE).
     """
 
     ffn_width: int
@@ -75,11 +77,14 @@ class LayerConfig:
     shared: int = 0
     routes: int | None = None
     router: str = "linear"
+    constants: int = 0
 
     @property
     def columns(self) -> int:
         """R, the number of the router's columns; 0 without experts."""
-        return 0 if self.experts is None else self.routes or self.experts - self.shared
+        if self.experts is None:
+            return 0
+        return self.routes or self.experts - self.shared + self.constants
 
     @property
     def read_share(self) -> float:
@@ -101,6 +106,7 @@ class LayerConfig:
         if self.experts is None:
             return
         check_count(f"{where}: shared", self.shared, 0)
+        check_count(f"{where}: constants", self.constants, 0)
         check_count(f"{where}: top_k", self.top_k, 1)
         check_choice(f"{where}: gates", self.gates, GATES, ConfigError)
         check_choice(f"{where}: router", self.router, ROUTERS, ConfigError)
@@ -108,6 +114,11 @@ class LayerConfig:
             raise ConfigError(
                 f"{where}: top_k={self.top_k} is more than the router's {self.columns} columns "
                 f"(experts={self.experts}, shared={self.shared}, routes={self.routes})"
+            )
+        if self.constants and self.routes:
+            raise ConfigError(
+                f"{where}: constants={self.constants} of merged experts (routes={self.routes}) are "
+                "not supported"
             )
 
 

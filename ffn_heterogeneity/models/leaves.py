@@ -77,7 +77,9 @@ def _router(layer: LayerConfig) -> Declared:
     if layer.router == "mlp":
         yield from _linear("ffn/router/hidden", columns, columns := "route", bias=False)
     yield from _linear("ffn/router", columns, "route", bias=False)
-    merged = layer.columns + layer.shared != layer.experts
+    if layer.constants:
+        yield "ffn/constant", weights("constant", "d_model", cut=False)
+    merged = layer.columns - layer.constants + layer.shared != layer.experts
     yield "ffn/expert_of", data("route", numbers="expert", dtype=np.int32, optional=not merged)
 
 
@@ -120,7 +122,7 @@ def sizes(config: ModelConfig, layer: LayerConfig | None = None) -> dict[str, in
     }
     if layer is not None:
         dimensions |= {"neurons": layer.ffn_width, "expert": layer.experts or 0}
-        dimensions["route"] = layer.columns
+        dimensions |= {"route": layer.columns, "constant": layer.constants}
     return dimensions
 
 

@@ -35,7 +35,7 @@ def wide():
         yield
 
 
-def block_of(experts, m, columns=None, seed=0, router="linear", scale=True):
+def block_of(experts, m, columns=None, seed=0, router="linear", scale=True, constants=0):
     """Random leaves of one layer's experts."""
     rng, columns = np.random.default_rng(seed), columns or experts
     shapes = {"gate": (experts, D, m), "up": (experts, D, m), "down": (experts, m, D)}
@@ -44,6 +44,8 @@ def block_of(experts, m, columns=None, seed=0, router="linear", scale=True):
     if router == "mlp":
         ffn["router"] = {"kernel": rng.normal(size=(columns,) * 2)}
         ffn["router"]["hidden"] = {"kernel": rng.normal(size=(D, columns))}
+    if constants:
+        ffn["constant"] = rng.normal(size=(constants, D))
     if scale:
         ffn["neuron_scale"] = rng.uniform(0.5, 2, (experts, m))
     return ffn
@@ -64,6 +66,9 @@ def formula(layer, ffn, x_btd):
         gates = g.get(layer.gates, np.ones(layer.top_k))
         shared = [(e, 1.0) for e in range(layer.shared)]
         for e, factor in [*zip(expert_of[chosen], gates, strict=True), *shared]:
+            if e >= layer.experts:
+                y_btd[b, t] += factor * ffn["constant"][e - layer.experts]
+                continue
             a = x @ ffn["gate"]["kernel"][e]
             h = a / (1 + np.exp(-a)) * (x @ ffn["up"]["kernel"][e]) * ffn["neuron_scale"][e]
             y_btd[b, t] += factor * (h @ ffn["down"]["kernel"][e])
@@ -96,6 +101,7 @@ CASES = {
     "plain_sum": {"experts": 4, "ffn_width": 192, "gates": "none"},
     "shared": {"experts": 4, "shared": 1},
     "merged": {"experts": 3, "routes": 6, "top_k": 3},
+    "constants": {"experts": 3, "shared": 1, "constants": 2, "gates": "softmax"},
     "mlp": {"experts": 4, "router": "mlp"},
     "token": {"experts": 4},
 }
@@ -105,7 +111,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_dispatch_is_the_formula(case):
     layer = dataclasses.replace(LLAMA.layers[0], **CASES[case])
-    ffn = block_of(layer.experts, layer.ffn_width, layer.columns, router=layer.router)
+    more = {"router": layer.router, "constants": layer.constants}
+    ffn = block_of(layer.experts, layer.ffn_width, layer.columns, **more)
     rng = np.random.default_rng(1)
     x = rng.normal(size=(1, 1, D) if case == "token" else (3, 7, D))
     if case == "idle":  # no token goes to expert 2, all go to expert 0

@@ -51,7 +51,7 @@ def package(name, block, p, x, w, ids):
     model = ModelConfig("llama", **sizes, layers=(layer,))
     leaves = {part: {"kernel": kernel} for part, kernel in p.items()}
     given = model, layer, RunOptions(dispatch=name), leaves, x[None], ids[None], w[None], None
-    return _chosen_experts(*given)[0]
+    return _chosen_experts(*given)[0][0]
 
 
 def dense(p, x, w, ids):

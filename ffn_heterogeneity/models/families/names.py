@@ -48,12 +48,13 @@ HF_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER | _HF_QK_NORMS)
 def hf_expert_names(block: str, gate: str, up: str, down: str) -> dict[str, str]:
     """Llama's table with experts in the module `block`, each with modules of those names.
 
-    Other libraries have neither `expert_of` nor a router's hidden layer.
+    Other libraries have no `expert_of`, no constants and no router's hidden layer.
     """
     modules = {"ffn/router": f"{block}.gate", "ffn/router/hidden": f"{block}.gate.hidden"}
     for leaf, name in (("gate", gate), ("up", up), ("down", down)):
         modules[f"experts/{{e}}/ffn/{leaf}"] = f"{block}.experts.{{e}}.{name}"
-    names = {"layers/{i}/ffn/expert_of": f"model.layers.{{i}}.{block}.expert_of"}
+    own = ("expert_of", "constant")
+    names = {f"layers/{{i}}/ffn/{name}": f"model.layers.{{i}}.{block}.{name}" for name in own}
     return HF_NAMES | names | name_table({}, "model.layers.{i}.", modules)
 
 
