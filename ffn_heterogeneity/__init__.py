@@ -26,7 +26,7 @@ from typing import Any
 __version__ = "0.2.0"
 _FACE = ("load_model", "save_model", "generate", "perplexity", "classify", "hidden_states")
 _FACE += ("prune", "fuse", "attack", "lora", "fold", "fit", "analyze", "push", "run", "results")
-_FACE += ("curves", "ffn")
+_FACE += ("curves", "ffn", "experts")
 _ROOMS = ("adapters", "bench", "data", "evaluate", "io", "losses", "models", "parallel", "probes")
 _ROOMS += ("report", "surgery", "train")
 __all__ = ["__version__", *_FACE, *_ROOMS]

@@ -184,6 +184,19 @@ def fuse(model: Model, method: str = "fusion", ratio: float = 0.25, **settings: 
     return _operate("fuse", model, {"method": method, "ratio": ratio, **settings})
 
 
+def experts(model: Model, rule: str = "aimer", ratio: float = 0.5, **settings: Any) -> Made:
+    """Remove a share of each layer's experts; return (the new model, a report).
+
+    Args:
+      rule, ratio, settings: those of `surgery.experts.ExpertRemoval`, as in configs/experts.py:
+        layers, top_k, protect, constant, calibration ...
+
+    Raises:
+      ValueError: as the surgery.
+    """
+    return _operate("experts", model, {"rule": rule, "ratio": ratio, **settings})
+
+
 def attack(model: Model, k: int = 5, **settings: Any) -> Made:
     """Zero the k massive weights, or all others; return (the new model, a report of their place).
 

@@ -79,7 +79,7 @@ def lesions(settings: LesionSettings, model: Model, workdir: epath.Path) -> dict
             "neuron": i,
             "damage": damages[layer, i] - damages[layer, -1],
             "entropy_rank": float(ranks[layer][i]),
-            "bos": float(massive.states[layer, i]),
+            "bos": float(massive.states[layer][i]),
         }
         for layer, i in chosen
         if i >= 0

@@ -10,9 +10,10 @@ from etils import epath
 from ffn_heterogeneity.evaluate.inputs import ModelSettings
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.probes.massive import MAGNITUDES, SINKS, STATES, TOP
+from ffn_heterogeneity.probes.massive import SINKS, STATES, TOP, magnitudes_probe
 from ffn_heterogeneity.probes.observe import observe
-from ffn_heterogeneity.report.figures import curves_figure
+from ffn_heterogeneity.probes.routing import first_token_probe
+from ffn_heterogeneity.report.figures import curves_figure, probabilities_figure
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.wording import markdown_table
 
@@ -41,8 +42,11 @@ def massive(settings: MassiveSettings, model: Model, workdir: epath.Path) -> dic
     With a tokenizer it also measures bos at other positions of `settings.sentence`.
 
     Returns:
-      {"layer" (from 1), "layer_index" (from 0), "indices" and "magnitudes" of the 32 largest |h|,
-      "token", "layers": one row per layer, {state: {"top", "indices", "median"}}; with a tokenizer
+      {"layer" (from 1), "layer_index" (from 0), of a layer with experts "expert" and
+      "expert_index" likewise, "indices" and "magnitudes" of the 32 largest |h|,
+      "token", "layers": one row per layer, {state: {"top", "indices", "median"}} (of experts
+      indices e m + i); of a model with experts "router": the probabilities of the token's columns
+      in each layer, [] without experts (Figure 5); with a tokenizer
       "sinks" and "bos": {place: result of `magnitudes_by_token`}}.
 
     Raises:
@@ -57,14 +61,16 @@ def massive(settings: MassiveSettings, model: Model, workdir: epath.Path) -> dic
         for i in range(model.config.n_layers)
     ]
     result = {
-        "layer": largest.layer + 1,
-        "layer_index": largest.layer,
+        **largest.where(),
         "token": token,
         "indices": largest.indices[:TOP].tolist(),
         "magnitudes": largest.magnitudes[:TOP].tolist(),
         "layers": layers,
         "bos": {},
     }
+    if columns := max(layer.columns for layer in model.config.layers):
+        seen = _seen(model, options, [token], first_token_probe(columns))[:, 0]
+        result["router"] = [row[row >= 0].tolist() for row in seen]
     if model.tokenizer is not None:
         result["sinks"] = sinks(model, settings.sentence, token, options)
         for place in PLACES:
@@ -76,8 +82,9 @@ def massive(settings: MassiveSettings, model: Model, workdir: epath.Path) -> dic
     return result
 
 
-def _seen(model: Model, options: Any, ids: list[int], probe: Probe = MAGNITUDES) -> dict:
-    """The probe's results for one row of tokens."""
+def _seen(model: Model, options: Any, ids: list[int], probe: Probe | None = None) -> Any:
+    """The probe's results for one row of tokens; by default the magnitudes of all states."""
+    probe = probe or magnitudes_probe(max(layer.experts or 0 for layer in model.config.layers))
     batches = [{"tokens": np.array([ids], np.int32)}]
     return observe(model.config, model.params, batches, probe, options=options)[probe.name]
 
@@ -130,7 +137,10 @@ def _say(name: str, result: dict) -> None:
         for i, x in zip(result["indices"][:5], result["magnitudes"][:5], strict=True)
     )
     print(f"{name}, token {result['token']} alone\n{markdown_table(columns, rows)}")
-    print(f"massive layer {result['layer']} (from 1), neurons {top}")
+    where = f"massive layer {result['layer']} (from 1)"
+    if "expert" in result:
+        where += f", expert {result['expert']} ({result['expert_index']} from 0)"
+    print(f"{where}, neurons {top}")
     for place, tokens in result["bos"].items():
         cells = [f"{row['token']} {row['top'][0]:.3g}" for row in tokens]
         print(f"bos {place}: {', '.join(cells)}")
@@ -144,6 +154,9 @@ def _draw(result: dict, workdir: epath.Path) -> None:
         values = {x: (*row["top"], row["median"]) for x, row in rows.items()}
         return {label: {x: v[i] for x, v in values.items()} for i, label in enumerate(labels)}
 
+    if any(result.get("router", ())):
+        title = f"router, token {result['token']} alone"
+        probabilities_figure(result["router"], title, workdir / "massive_router.png")
     depth = {
         title: lines({i: row[state] for i, row in enumerate(result["layers"], 1)})
         for title, state in (("intermediate state", "intermediate"), ("hidden state", "h_out"))

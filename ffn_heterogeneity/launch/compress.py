@@ -1,5 +1,6 @@
 """`scripts/compress.py`: apply a surgery to a model; write the new model and a report."""
 
+import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.heads import ROOT
-from ffn_heterogeneity.io.files import atomic_path, write_json
+from ffn_heterogeneity.io.files import atomic_path, write_json, write_text
 from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.hf.card import (
     check_repository,
@@ -30,6 +31,7 @@ from ffn_heterogeneity.wording import check_choice
 
 OWN_TEXT = "own_text.jsonl"
 REMOVED = "removed_neurons.json"
+RANKING = "ranking.jsonl"
 DTYPES = ("as_read", "float32", "bfloat16", "float16")
 
 
@@ -64,6 +66,9 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         form["structure"] = "fold" if config.export == "padded" else "keep"
         save_pretrained(changed.config, changed.params, target, overwrite=True, **form)
     keep_own_text(workdir, results)
+    if ranking := results.get("ranking"):
+        lines = "".join(f"{json.dumps(row)}\n" for row in ranking)
+        write_text(workdir / RANKING, lines)
     summary = describe(surgery.name, results)
     if "removed" in results:
         write_json(target / REMOVED, published(results))
@@ -103,6 +108,9 @@ def describe(name: str, results: dict) -> str:
     what = f"compressed by {results.get('method')}"
     if "removed" in results:
         what = f"removed {sum(map(len, results['removed'])):,} neurons by {results['criterion']}"
+    if "removed_experts" in results:
+        count = sum(map(len, results["removed_experts"]))
+        what = f"removed {count:,} experts by {results['rule']}"
     return (
         f"{what}: {results['parameters_before']:,} -> {results['parameters_after']:,} parameters "
         f"({results['parameters_removed_percent']:.1f}% removed)"

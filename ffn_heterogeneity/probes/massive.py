@@ -8,6 +8,7 @@ massive value in i, the intermediate state, of one early layer. For families tha
 branches' outputs, b and f are the outputs before that norm.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -47,17 +48,34 @@ def largest(x_btm: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-def _magnitudes(seen: LayerIO, batch: dict, per_layer: Any) -> dict[str, dict[str, jax.Array]]:
-    real_bt = counted_tokens(batch, seen.block_input.shape[:2])["all"][..., None]
-    seen.require_state()
-    return {
-        name: largest(jnp.where(real_bt, getattr(seen, field), 0.0))
-        for name, field in STATES.items()
-    }
+@functools.cache
+def magnitudes_probe(experts: int = 0) -> Probe:
+    """{state: its `largest`} of every token (zeros for padding), one row per example.
 
+    The intermediate state of a layer with experts has index e m + i for neuron i of expert e, and
+    is 0 for experts to which the token is not sent.
 
-# {state: its `largest`} of every token (zeros for padding), one row per example.
-MAGNITUDES = Probe("magnitudes", _magnitudes, kind="example")
+    Args:
+      experts: the largest number of experts of a layer.
+    """
+
+    def states_of(seen: LayerIO, field: str) -> jax.Array:
+        if field != "ffn_state" or seen.routing is None:
+            return getattr(seen, field)
+        rows, (b, t) = seen.routing.rows, seen.ffn_input.shape[:2]
+        m = rows.states.shape[-1]
+        places = rows.tokens, jnp.where(rows.experts < 0, experts, rows.experts)
+        wide = jnp.zeros((b * t, experts, m), rows.states.dtype)
+        return wide.at[places].set(rows.states, mode="drop").reshape(b, t, experts * m)
+
+    def function(seen: LayerIO, batch: dict, per_layer: Any) -> dict[str, dict[str, jax.Array]]:
+        real_bt = counted_tokens(batch, seen.block_input.shape[:2])["all"][..., None]
+        return {
+            name: largest(jnp.where(real_bt, states_of(seen, field), 0.0))
+            for name, field in STATES.items()
+        }
+
+    return Probe("magnitudes", function, kind="example")
 
 
 def _sinks(seen: LayerIO, batch: dict, per_layer: Any) -> dict[str, jax.Array]:

@@ -46,3 +46,20 @@ def routing_probe(columns: int) -> Probe:
         }
 
     return Probe("routing", function)
+
+
+@functools.cache
+def first_token_probe(columns: int) -> Probe:
+    """The router's probabilities for each row's first token, float32 [B, columns].
+
+    Args:
+      columns: as in `routing_probe`; -1 behind a layer's columns, and in layers without experts.
+    """
+
+    def function(seen: Any, batch: dict, per_layer: Any) -> jax.Array:
+        if seen.routing is None:
+            return jnp.full((len(seen.ffn_input), columns), -1.0)
+        p = jax.nn.softmax(seen.routing.logits[:, 0])
+        return jnp.pad(p, ((0, 0), (0, columns - p.shape[-1])), constant_values=-1.0)
+
+    return Probe("first_token", function, kind="example")

@@ -199,14 +199,41 @@ def curves_figure(
       panels: title -> label -> {x: y}.
       bounds: of each panel the value that a dashed line marks.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"{path} is not drawn: pip install 'ffn-heterogeneity[plots]'", file=sys.stderr)
+    if not _can_draw(path):
         return
     lines = [[of_seeds(x, [its]) for x, its in curves.items()] for curves in panels.values()]
     figure = draw([Panel(*one, xlabel, ylabel) for one in zip(panels, lines, strict=True)])
     for axis, bound in zip(figure.axes, bounds, strict=False):
         axis.axhline(bound, color="0.6", linewidth=0.8, linestyle="--")
     save(figure, path)
+
+
+def probabilities_figure(
+    rows: Sequence[Sequence[float]], title: str, path: str | os.PathLike
+) -> None:
+    """Save a heat map of probabilities: a row for each layer (from 1), a column for each expert.
+
+    Without matplotlib: as `curves_figure`.
+    """
+    if not _can_draw(path):
+        return
+    columns = max(map(len, rows))
+    image = np.array([[*row, *[np.nan] * (columns - len(row))] for row in rows])
+    figure, (axis,) = _axes(1, 1, max(4.0, 1.5 + 0.3 * columns), 1.5 + 0.25 * len(rows))
+    places = range(columns), range(1, len(rows) + 1)
+    shown = axis.pcolormesh(*places, image, cmap="cividis", vmin=0, vmax=1)
+    axis.invert_yaxis()
+    axis.set(xlabel="router column (from 0)", ylabel="layer (from 1)", title=_safe(title))
+    figure.colorbar(shown, ax=axis, label="probability")
+    save(figure, path)
+
+
+def _can_draw(path: str | os.PathLike) -> bool:
+    """Whether matplotlib is there; says on stderr that the figure is left out if it is not."""
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    if not drawn:
+        print(f"{path} is not drawn: pip install 'ffn-heterogeneity[plots]'", file=sys.stderr)
+    return drawn
 
 
 def bar_figure(values: Mapping[str, float], title: str, path: str | os.PathLike) -> None:

@@ -14,7 +14,16 @@ from typing import Any
 
 from ffn_heterogeneity.adapters import macdrop
 from ffn_heterogeneity.models.options import products
-from ffn_heterogeneity.surgery import adapt, attack, fuse, reduce, sparsity, teacher, truncate
+from ffn_heterogeneity.surgery import (
+    adapt,
+    attack,
+    experts,
+    fuse,
+    reduce,
+    sparsity,
+    teacher,
+    truncate,
+)
 from ffn_heterogeneity.wording import settings_from, settings_of
 
 
@@ -58,6 +67,7 @@ SURGERIES = {
     for surgery in (
         Surgery("prune", reduce.prune, reduce.Removal),
         Surgery("fuse", fuse.fuse, fuse.Fusion, True, fuse.assumed_layer),
+        Surgery("experts", experts.remove_experts, experts.ExpertRemoval),
         Surgery("lora", adapt.insert_lora, adapt.Lora, abstract=True),
         Surgery("nf4", adapt.quantise, adapt.Quantised, abstract=True),
         Surgery("dora", adapt.insert_dora, adapt.Lora, abstract=True),

@@ -43,14 +43,15 @@ def attack(
     """Set the top-k massive weights ("zero") or all others of their layer ("retain") to 0.
 
     The weights are columns of G and U; a bias is zeroed with its column (the paper's models have
-    none). k = 0 changes nothing under "zero" and zeroes the layer's whole FFN under "retain".
+    none). k = 0 changes nothing under "zero" and zeroes the layer's whole FFN under "retain". In a
+    layer with experts only the massive expert changes (the paper's Figure 4, Mixtral).
 
     Args:
       settings: those of `Attack`.
 
     Returns:
       (the model, {"attack", "k", "layer" (from 1), "layer_index" (from 0), "indices",
-      "magnitudes"}).
+      "magnitudes"}), in a layer with experts also "expert" (from 1) and "expert_index" (from 0).
 
     Raises:
       ValueError: settings out of range for the model, or adapters on that layer's kernels (the
@@ -61,15 +62,15 @@ def attack(
     k, width = settings.k, len(massive.indices)
     if k > width:
         raise ValueError(f"k={k}: layer {massive.layer} (from 0) has {width} neurons")
-    place, chosen = Place(massive.layer, None, "ffn"), massive.indices[:k]
-    block = dict(ffn_blocks(model.config, model.params))[place]
-    new = {place: silenced(block, chosen, settings.attack)}
+    place, chosen = Place(massive.layer, massive.expert, "ffn"), massive.indices[:k]
+    blocks = dict(ffn_blocks(model.config, model.params))
+    new = {one: block for one, block in blocks.items() if one.layer == place.layer}
+    new[place] = silenced(new[place], chosen, settings.attack)
     params = restack(model.config, write(model.config, model.params, new))
     report = {
         "attack": settings.attack,
         "k": k,
-        "layer": massive.layer + 1,
-        "layer_index": massive.layer,
+        **massive.where(),
         "indices": chosen.tolist(),
         "magnitudes": massive.magnitudes[:k].tolist(),
     }
@@ -82,15 +83,28 @@ class Massive:
 
     Attributes:
       layer: counted from 0 (the paper counts from 1).
-      indices: all neurons of that layer in descending order of |h|, int [M].
+      indices: all neurons of that layer, or of that expert, in descending order of |h|, int [M].
       magnitudes: their |h|, float32 [M].
-      states: |h| of every layer's neurons, float32 [L, M]; narrower layers are padded with 0.
+      states: |h| of every layer's neurons, float32 [M]; with experts [E, M], 0 in those to which
+        bos is not sent.
+      expert: the one with the largest |h|, counted from 0; None in a layer without experts.
     """
 
     layer: int
     indices: np.ndarray
     magnitudes: np.ndarray
-    states: np.ndarray
+    states: list[np.ndarray]
+    expert: int | None = None
+
+    def where(self) -> dict[str, int]:
+        """The place for reports, from 1 ("layer") and from 0 ("layer_index"), also of the expert.
+
+        (The paper does not say how it counts experts.)
+        """
+        place = {"layer": self.layer + 1, "layer_index": self.layer}
+        if self.expert is not None:
+            place |= {"expert": self.expert + 1, "expert_index": self.expert}
+        return place
 
 
 @products()
@@ -100,7 +114,8 @@ def massive_weights(
     """Find the neurons with the largest |h| = |act(x G) * (x U)| on a lone bos token, in float32.
 
     The paper gives no rule for the layer. Here it is the layer with the largest |h| in the first
-    half of the stack.
+    half of the stack. In a layer with experts the neurons are those of the expert with the largest
+    |h|, before its gate.
 
     Args:
       layer: counted from 0; None: chosen by that rule.
@@ -117,26 +132,44 @@ def massive_weights(
         )
     if layer is not None and not 0 <= layer < config.n_layers:
         raise ValueError(f"layer={layer}: the model has layers 0 to {config.n_layers - 1}")
-    probe = _every_state(max(layer.ffn_width for layer in config.layers))
+    experts = [one.experts for one in config.layers]
+    probe = _every_state(max(config.ffn_widths), max(count or 1 for count in experts))
     alone = [{"tokens": np.array([[token]], np.int32)}]
-    states = observe(config, params, alone, probe)[probe.name][:, 0]
-    if not np.isfinite(states).all():
-        bad = int(np.flatnonzero(~np.isfinite(states).all(1))[0])
+    padded = observe(config, params, alone, probe)[probe.name][:, 0]
+    if not np.isfinite(padded).all():
+        bad = int(np.flatnonzero(~np.isfinite(padded).all((1, 2)))[0])
         raise ValueError(f"|h| of layer {bad} (from 0) is not finite: check the checkpoint")
+    widths = zip(padded, experts, config.ffn_widths, strict=True)
+    states = [one[: count or 1, :width] for one, count, width in widths]
+    states = [one if count else one[0] for one, count in zip(states, experts, strict=True)]
     if layer is None:
-        layer = int(np.argmax(states[: -(-config.n_layers // 2)].max(1)))
-    magnitudes = states[layer, : config.layers[layer].ffn_width]
+        half = states[: -(-config.n_layers // 2)]
+        layer = int(np.argmax([one.max() for one in half]))
+    magnitudes, expert = states[layer], None
+    if experts[layer] is not None:
+        expert = int(np.argmax(magnitudes.max(1)))
+        magnitudes = magnitudes[expert]
     order = np.argsort(-magnitudes, kind="stable")
-    return Massive(layer, order, magnitudes[order], states)
+    return Massive(layer, order, magnitudes[order], states, expert)
 
 
 @functools.cache
-def _every_state(width: int) -> Probe:
-    """|h| of each row's first token, float32 [B, width]."""
+def _every_state(width: int, experts: int) -> Probe:
+    """|h| of one lone token a row, float32 [B, experts, width]; of a dense layer in the first."""
 
     def function(seen, batch, per_layer):
-        magnitudes = jnp.abs(seen.require_state()[:, 0].astype(jnp.float32))
-        return jnp.pad(magnitudes, ((0, 0), (0, width - magnitudes.shape[-1])))
+        rows = len(seen.ffn_input)
+        if seen.routing is None:
+            places = jnp.arange(rows), jnp.zeros(rows, jnp.int32)
+            states = seen.require_state()[:, 0]
+        else:
+            places = seen.routing.rows.tokens, seen.routing.rows.experts
+            states = seen.routing.rows.states
+        magnitudes = jnp.abs(states.astype(jnp.float32))
+        magnitudes = jnp.pad(magnitudes, ((0, 0), (0, width - magnitudes.shape[-1])))
+        # Rows of no expert (-1) are left out.
+        kept = jnp.where((places[1] >= 0)[:, None], magnitudes, 0)
+        return jnp.zeros((rows, experts, width)).at[places].max(kept)
 
     return Probe("ffn_state", function, kind="example")
 

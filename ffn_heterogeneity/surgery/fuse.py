@@ -128,7 +128,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     massive, spared = _massive(model, asked)
     chosen = set(layer_subset(asked.layers, config.n_layers))
     if asked.skip:
-        chosen.discard(massive)
+        chosen.discard(massive.layer)
     if is_abstract(model.params):
         return _of_shapes(model, asked, chosen)
     widths, new, facts = list(config.ffn_widths), {}, {}
@@ -140,7 +140,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
         new = ENTRIES[asked.method](blocks, 1 - asked.ratio)
     else:
         for place in bar(asked.method, blocks, unit="block"):
-            spared_here = spared if place.layer == massive else spared[:0]
+            spared_here = spared if place == massive else spared[:0]
             new[place], block_facts = fuse_block(blocks[place], place, asked, spared_here)
             widths[place.layer] = new[place]["down"]["kernel"].shape[0]
             for name, value in block_facts.items():
@@ -166,7 +166,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
         "kept_share": remaining / before,
     }
     if asked.skip:
-        report["layer_index"] = massive
+        report["layer_index"] = massive.layer
     if asked.compensation != "none":
         given = (asked.calibration, asked.calibration_tokens, asked.seed)
         rows = calibration_rows(model, *given)
@@ -193,13 +193,14 @@ def _rewound(model: Model, new: Mapping[Place, dict], name: str) -> tuple[Model,
     return before, masked
 
 
-def _massive(model: Model, asked: Fusion) -> tuple[int | None, np.ndarray]:
-    """(the massive layer or None if no setting needs it, its neurons that stay unchanged)."""
+def _massive(model: Model, asked: Fusion) -> tuple[Place, np.ndarray]:
+    """(the massive block, or layer -1 if no setting needs it; its neurons that stay unchanged)."""
     none = np.zeros(0, int)
     if not (asked.spare or asked.skip) or is_abstract(model.params):
-        return (0 if asked.skip else None), none
+        return Place(0 if asked.skip else -1, None, "ffn"), none
     massive = massive_weights(model.config, model.params, None, None)
-    return massive.layer, np.asarray(massive.indices[: asked.spare])
+    place = Place(massive.layer, massive.expert, "ffn")
+    return place, np.asarray(massive.indices[: asked.spare])
 
 
 def assumed_layer(settings: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from ffn_heterogeneity.surgery.compensation import OF_WEIGHTS, outgoing_of_survi
 from ffn_heterogeneity.surgery.criteria import ON_TEXT
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.removal_plan import Cut, RemovalPlan
-from ffn_heterogeneity.surgery.seen import seen_states
+from ffn_heterogeneity.surgery.seen import of_place, seen_states
 from ffn_heterogeneity.wording import naming, settings_of
 
 
@@ -134,7 +134,7 @@ def reduce_blocks(
       ({place: new leaves}, the removed neurons (with experts one row per expert), the reports).
     """
     made = {
-        place: reduce_layer(config, place, block, plan, cut=cut, seen=seen)
+        place: reduce_layer(config, place, block, plan, cut=cut, seen=of_place(seen, place))
         for place, block in blocks.items()
     }
     removed = [gone for _, gone, _ in made.values()]
@@ -182,7 +182,7 @@ def reduce_model(
 
     cuts = plan.cuts(widths, lambda i: only_block(blocks, i), states)
     massive = [spec for spec in (plan.protect, plan.lose) if spec.startswith("massive:")]
-    if massive and not any((states[layer] or {})["massive"] for layer in cuts):
+    if massive and not any(np.any((states[layer] or {})["massive"]) for layer in cuts):
         raise ValueError(
             f"layers={plan.layers!r} leaves out the massive layer, whose neurons {massive[0]!r} "
             "names"
