@@ -91,36 +91,138 @@ def remove_experts(
         removed, nothing massive to protect, or as `calibration_rows` and `expert_scores`.
     """
     asked, config = settings_of(ExpertRemoval, settings), model.config
-    sparse = [i for i, layer in enumerate(config.layers) if layer.experts is not None]
-    chosen = [i for i in layer_subset(asked.layers, config.n_layers) if i in sparse]
-    if not chosen:
-        raise ValueError(f"layers={asked.layers!r}: none of them has experts, {sparse} have")
     rows = None
     if asked.needs_text:
         rows = calibration_rows(model, asked.calibration, asked.calibration_tokens, asked.seed)
     sums = expert_sums(config, model.params, rows) if rows is not None else {}
-    spared = _spared(model, asked, chosen)
-    tree, layers, removed, ranking = unstack(model.params), list(config.layers), {}, []
+    change, tree = Experts(asked, config, sums), unstack(model.params)
+    if asked.protect:
+        change.protect(massive_weights(config, model.params).states)
     new = list(tree["layers"])
-    for i in chosen:
-        ffn = dict(layer_leaves(model.params, "ffn"))[i]
-        order = ranked(config, i, ffn, asked, sums.get(i), spared.get(i, ()))
-        removed[i] = _first(order, layers[i], asked, i, sums.get(i))
-        means = None
-        if asked.constant:
-            total = sums[i]
-            means = total["outputs"] / np.maximum(total["tokens"], 1)[:, None]
-        layers[i], leaves = without_experts(config, i, ffn, removed[i], means)
-        if asked.top_k is not None:
-            layers[i] = dataclasses.replace(layers[i], top_k=asked.top_k)
-        new[i] = {**new[i], "ffn": leaves}
-        ranking.append({"layer": i, "experts": order[::-1].tolist()})
-    _check_columns(layers, chosen)
-    after = dataclasses.replace(config, layers=tuple(layers))
-    params = restack(after, {**tree, "layers": new})
-    report = _report(asked, (config, after), removed, ranking, sums)
+    for i, ffn in layer_leaves(model.params, "ffn"):
+        if i in change.changed:
+            new[i] = {**new[i], "ffn": change.apply(i, ffn)}
+    params = restack(change.config, {**tree, "layers": new})
+    report = change.results()
     report |= {"own_rows": rows} if asked.calibration == OWN and rows is not None else {}
-    return dataclasses.replace(model, config=after, params=params), report
+    return dataclasses.replace(model, config=change.config, params=params), report
+
+
+class Experts:
+    """A removal of experts, layer by layer.
+
+    Attributes:
+      changed: the layers that lose experts.
+      layers: settings of all layers afterwards.
+    """
+
+    def __init__(self, asked: ExpertRemoval, config: ModelConfig, sums: Mapping[int, Any] = {}):
+        """Check the settings against a model; errors as `remove_experts`.
+
+        Args:
+          sums: from `expert_sums`, if the settings need text.
+        """
+        self.asked, self.before, self.sums = asked, config, sums
+        self.layers, self.spared = list(config.layers), {}
+        sparse = [i for i, layer in enumerate(config.layers) if layer.experts is not None]
+        self.changed = [i for i in layer_subset(asked.layers, config.n_layers) if i in sparse]
+        if not self.changed:
+            raise ValueError(f"layers={asked.layers!r}: none of them has experts, {sparse} have")
+        self.ranking: dict[int, np.ndarray] = {}
+        self.removed: dict[int, np.ndarray] = {}
+        for i in self.changed:
+            layer, count = self.layers[i], self._count(i)
+            fields: dict[str, Any] = {"experts": (layer.experts or 0) - count}
+            if asked.top_k is not None:
+                fields["top_k"] = asked.top_k
+            if asked.constant:
+                fields["constants"] = layer.constants + count
+            self.layers[i] = dataclasses.replace(layer, **fields)
+            self._check(i, count)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's config afterwards."""
+        return dataclasses.replace(self.before, layers=tuple(self.layers))
+
+    def protect(self, states: Sequence[np.ndarray]) -> None:
+        """Let the experts with a massive weight go last.
+
+        Args:
+          states: `Massive.states`.
+
+        Raises:
+          ValueError: there is none in the layers.
+        """
+        self.spared = bos_experts(states)
+        if not set(self.spared) & set(self.changed):
+            others = {i: one.tolist() for i, one in self.spared.items()}
+            raise ValueError(
+                f"protect='massive': no expert of the layers {self.changed} has a massive weight "
+                f"on bos; experts of other layers that have one: {others}"
+            )
+
+    def apply(self, i: int, ffn: dict) -> dict:
+        """The leaves of layer i's FFN without the experts that go; ties: the lower index goes."""
+        experts = [block for _, block in blocks_of(self.before, i, ffn)]
+        scores = expert_scores(self.asked.rule, i, experts, self.sums.get(i), self.asked.seed)
+        scores[self.spared.get(i, [])] = -np.inf
+        order = np.argsort(-scores, kind="stable")
+        order = order[order >= self.before.layers[i].shared]
+        self.ranking[i], gone = order, np.sort(order[: self._count(i)])
+        self.removed[i], means = gone, None
+        if self.asked.constant:
+            total = self.sums[i]
+            means = total["outputs"] / np.maximum(total["tokens"], 1)[:, None]
+        self.layers[i], leaves = without_experts(self.before, i, ffn, gone, means)
+        self.layers[i] = dataclasses.replace(
+            self.layers[i], top_k=self.asked.top_k or self.before.layers[i].top_k
+        )
+        self._check(i, 0)
+        return leaves
+
+    def results(self) -> dict:
+        """The contents of `results.json`."""
+        removed = [self.removed.get(i, np.zeros(0, int)) for i in range(self.before.n_layers)]
+        before, after = (count_parameters(config) for config in (self.before, self.config))
+        left = 100.0 * (before["total"] - after["total"]) / before["total"]
+        report = dataclasses.asdict(self.asked) | {
+            "removed_experts": [gone.tolist() for gone in removed],
+            "ranking": [
+                {"layer": i, "experts": order[::-1].tolist()} for i, order in self.ranking.items()
+            ],
+            "experts_before": [layer.experts for layer in self.before.layers],
+            "experts_after": [layer.experts for layer in self.layers],
+            "parameters_before": before["total"],
+            "parameters_after": after["total"],
+            "parameters_removed_percent": left,
+            "active_before": before["active"],
+            "active_after": after["active"],
+        }
+        if self.sums:
+            report["tokens"] = [self.sums[i]["tokens"].astype(int).tolist() for i in self.ranking]
+        return report
+
+    def _count(self, i: int) -> int:
+        """How many experts layer i loses."""
+        layer, asked = self.before.layers[i], self.asked
+        of = (layer.experts or 0) - layer.shared
+        return removal_count(of, ratio=asked.ratio, count=asked.count)
+
+    def _check(self, i: int, count: int) -> None:
+        layer = self.layers[i]
+        if layer.top_k > layer.columns:
+            raise ValueError(
+                f"layer {i}: {layer.columns} router columns are left, and top_k={layer.top_k}: "
+                f"remove fewer, or set top_k={layer.columns} or less"
+            )
+        if count and self.asked.rule in ON_TEXT and i in self.sums:
+            tokens = self.sums[i]["tokens"]
+            if (tokens[layer.shared :] == 0).sum() > count:
+                raise ValueError(
+                    f"layer {i}: {unvisited(tokens)}, and {count} are to be removed: more "
+                    "calibration text is needed"
+                )
 
 
 def expert_sums(
@@ -136,22 +238,6 @@ def expert_sums(
             for name in ("sum", "size", "square"):
                 sums[i][name] = sums[i][name][:, : layer.ffn_width]
     return sums
-
-
-def ranked(
-    config: ModelConfig, i: int, ffn: dict, asked: ExpertRemoval, sums: Any, spared: Sequence[int]
-) -> np.ndarray:
-    """Experts of layer i with router columns, the first to go first; ties: the lower index first.
-
-    Args:
-      ffn: leaves of the layer's FFN.
-      spared: experts that go last.
-    """
-    experts = [block for _, block in blocks_of(config, i, ffn)]
-    scores = expert_scores(asked.rule, i, experts, sums, asked.seed)
-    scores[list(spared)] = -np.inf
-    order = np.argsort(-scores, kind="stable")
-    return order[order >= config.layers[i].shared]
 
 
 def without_experts(
@@ -195,68 +281,3 @@ def without_experts(
     routes = None if layer.routes is None else len(every)
     fields = {"experts": len(stay), "routes": routes, "constants": constants}
     return dataclasses.replace(layer, **fields), unflatten(leaves)
-
-
-def _spared(model: Model, asked: ExpertRemoval, chosen: Sequence[int]) -> dict[int, np.ndarray]:
-    if not asked.protect:
-        return {}
-    found = bos_experts(massive_weights(model.config, model.params).states)
-    if not set(found) & set(chosen):
-        raise ValueError(
-            f"protect='massive': no expert of the layers {list(chosen)} has a massive weight on "
-            f"bos; experts that have one: { {i: one.tolist() for i, one in found.items()} }"
-        )
-    return found
-
-
-def _first(
-    order: np.ndarray, layer: LayerConfig, asked: ExpertRemoval, i: int, sums: Any
-) -> np.ndarray:
-    """The experts that go, ascending.
-
-    Raises:
-      ValueError: a choice among experts without tokens.
-    """
-    count = removal_count(len(order), ratio=asked.ratio, count=asked.count)
-    if asked.rule in ON_TEXT:
-        empty = int((sums["tokens"][layer.shared :] == 0).sum())
-        if empty > count:
-            raise ValueError(
-                f"layer {i}: {unvisited(sums['tokens'])}, and {count} are to be removed: more "
-                "calibration text is needed"
-            )
-    return np.sort(order[:count])
-
-
-def _check_columns(layers: Sequence[LayerConfig], chosen: Sequence[int]) -> None:
-    for i in chosen:
-        layer = layers[i]
-        if layer.top_k > layer.columns:
-            raise ValueError(
-                f"layer {i}: {layer.columns} router columns are left, and top_k={layer.top_k}: "
-                f"remove fewer, or set top_k={layer.columns} or less"
-            )
-
-
-def _report(
-    asked: ExpertRemoval, configs: tuple, removed: Mapping, ranking: list, sums: Mapping
-) -> dict:
-    before, after = configs
-    counts = [count_parameters(config) for config in configs]
-    report = dataclasses.asdict(asked) | {
-        "removed_experts": [
-            removed.get(i, np.zeros(0, int)).tolist() for i in range(before.n_layers)
-        ],
-        "ranking": ranking,
-        "experts_before": [layer.experts for layer in before.layers],
-        "experts_after": [layer.experts for layer in after.layers],
-        "parameters_before": counts[0]["total"],
-        "parameters_after": counts[1]["total"],
-        "active_before": counts[0]["active"],
-        "active_after": counts[1]["active"],
-    }
-    left = report["parameters_before"] - report["parameters_after"]
-    report["parameters_removed_percent"] = 100.0 * left / report["parameters_before"]
-    if sums:
-        report["tokens"] = [[int(x) for x in sums[row["layer"]]["tokens"]] for row in ranking]
-    return report

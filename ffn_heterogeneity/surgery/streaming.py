@@ -1,6 +1,7 @@
-"""Neuron removal from checkpoint to checkpoint with only one layer in memory at a time.
+"""Removal of neurons or experts from checkpoint to checkpoint, one layer in memory at a time.
 
-`reduce.reduce_blocks` processes each layer; the family (`models/families`) maps tensors to layers.
+`reduce.reduce_blocks` or `experts.without_experts` processes each layer; the family
+(`models/families`) maps tensors to layers.
 The result has the same bytes as the model reduced in memory and written by `save_pretrained`.
 Unchanged tensors are copied.
 """
@@ -36,6 +37,7 @@ from ffn_heterogeneity.models.families import Family, Rule, expected_shapes
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.walk import blocks_of, joined
 from ffn_heterogeneity.progress import bar
+from ffn_heterogeneity.surgery.experts import ExpertRemoval, Experts
 from ffn_heterogeneity.surgery.reduce import only_block, reduce_blocks, results_of
 from ffn_heterogeneity.surgery.removal_plan import Cut, RemovalPlan
 from ffn_heterogeneity.tree import flatten, unflatten
@@ -90,19 +92,53 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     """
     directory = Path(directory)
     config, family, rules, tensors = huggingface.open_pretrained(directory)
-    by_layer: dict[int, list[Rule]] = {}
-    for rule in rules:
-        for layer in {int(m[1]) for p in rule.paths if (m := re.match(r"layers/(\d+)/ffn/", p))}:
-            by_layer.setdefault(layer, []).append(rule)
+    by_layer = _by_layer(rules)
     places: dict[str, tuple[int, int]] = {}
     for file in {stored.file for stored in tensors.values()}:
         places |= safetensors.places(file)
     return Checkpoint(directory, config, family, by_layer, tensors, places)
 
 
-def check_streamed(plan: RemovalPlan) -> None:
+def _by_layer(rules: Sequence[Rule]) -> dict[int, list[Rule]]:
+    """The rules of each layer's FFN."""
+    by_layer: dict[int, list[Rule]] = {}
+    for rule in rules:
+        for layer in {int(m[1]) for p in rule.paths if (m := re.match(r"layers/(\d+)/ffn/", p))}:
+            by_layer.setdefault(layer, []).append(rule)
+    return by_layer
+
+
+class Neurons:
+    """A removal of neurons, layer by layer; `config`: afterwards, `changed`: the layers."""
+
+    def __init__(self, plan: RemovalPlan, checkpoint: Checkpoint):
+        self.plan, self.before = plan, checkpoint.config
+        widths = self.before.ffn_widths
+        self.cuts = plan.cuts(widths, lambda i: only_block(checkpoint.blocks(i), i))
+        self.changed = {layer for layer, cut in self.cuts.items() if _size(cut)}
+        left = [width - _size(self.cuts.get(i, 0)) for i, width in enumerate(widths)]
+        self.config = self.before.with_widths(left)
+        self.removed = {layer: np.zeros(0, np.int64) for layer in self.cuts}
+        self.reports: dict[int, list[dict]] = {}
+
+    def apply(self, layer: int, ffn: dict) -> dict:
+        """The leaves of the layer's FFN without the neurons that go."""
+        blocks = dict(blocks_of(self.before, layer, ffn))
+        new, self.removed[layer], self.reports[layer] = reduce_blocks(
+            self.before, blocks, self.plan, cut=self.cuts[layer]
+        )
+        return joined(self.before, Place(layer, None, "ffn"), ffn, new)
+
+    def results(self) -> dict:
+        """The contents of `results.json`."""
+        reports = [report for layer in sorted(self.reports) for report in self.reports[layer]]
+        return results_of(self.plan, (self.before, self.config), self.removed, reports)
+
+
+def check_streamed(plan: RemovalPlan | ExpertRemoval) -> None:
     """Raise ValueError if the plan needs the dense model in memory, as activations do."""
-    if plan.looks:
+    looks = plan.looks if isinstance(plan, RemovalPlan) else plan.needs_text or plan.protect
+    if looks:
         raise ValueError(
             "streaming=True never loads the whole model, which this criterion, protection or "
             "compensation needs: leave it out"
@@ -112,7 +148,7 @@ def check_streamed(plan: RemovalPlan) -> None:
 def compress_directory(
     source: str | os.PathLike,
     target: str | os.PathLike,
-    plan: RemovalPlan,
+    plan: RemovalPlan | ExpertRemoval,
     *,
     export: str = "auto",
     dtype: Any = None,
@@ -127,34 +163,33 @@ def compress_directory(
       export, dtype, max_shard_bytes: as in `save_pretrained`.
 
     Returns:
-      The contents of `results.json`; also written to `target`/removed_neurons.json.
+      The contents of `results.json`; of neurons also written to `target`/removed_neurons.json.
 
     Raises:
       ValueError, CheckpointError: as `compress.run`.
     """
     check_streamed(plan)
     checkpoint = open_checkpoint(source)
-    cuts = plan.cuts(
-        checkpoint.config.ffn_widths, lambda layer: only_block(checkpoint.blocks(layer), layer)
-    )
-    widths = enumerate(checkpoint.config.ffn_widths)
-    smaller = checkpoint.config.with_widths([w - _size(cuts.get(i, 0)) for i, w in widths])
+    of_neurons = isinstance(plan, RemovalPlan)
+    change = Neurons(plan, checkpoint) if of_neurons else Experts(plan, checkpoint.config)
+    smaller = change.config
     form = choose_form(smaller, export)
-    if any(layer.routes for layer in smaller.layers) and form.config != smaller:
-        raise ValueError("merged experts with export='padded': leave streaming=true out")
+    merged = any(layer.routes for layer in smaller.layers)
+    if merged and (form.config != smaller or not of_neurons):
+        what = "with export='padded'" if of_neurons else "of which some go"
+        raise ValueError(f"merged experts {what}: leave streaming=true out")
     shapes = expected_shapes(form.config)
     specs = _specs(checkpoint, form.config, shapes, dtype)
     with local_directory(epath.Path(target)) as temporary:
         with open_pieces(temporary, specs, max_shard_bytes) as pieces:
-            removed, reports = _write(
-                checkpoint, shapes, form.config.ffn_widths, plan, cuts, pieces
-            )
+            _write(checkpoint, form.config, change, pieces)
         write_configs(temporary, form, {spec.dtype for spec in specs.values()})
         for pattern in ("generation_config.json", *tokenizer_files.FILES):
             for file in filter(Path.is_file, checkpoint.directory.glob(pattern)):
                 shutil.copyfile(file, temporary / file.name)
-        results = results_of(plan, (checkpoint.config, smaller), removed, reports)
-        write_json(temporary / "removed_neurons.json", published(results))
+        results = change.results()
+        if of_neurons:
+            write_json(temporary / "removed_neurons.json", published(results))
     return results
 
 
@@ -172,22 +207,18 @@ def _specs(
 
 def _write(
     checkpoint: Checkpoint,
-    shapes: Mapping[str, tuple[int, ...]],
-    widths: Sequence[int],
-    plan: RemovalPlan,
-    cuts: Mapping[int, Cut],
+    written: ModelConfig,
+    change: Neurons | Experts,
     pieces: Pieces,
-) -> tuple[dict[int, np.ndarray], list[dict]]:
-    """Write all tensors, file by file; return (removed neurons by layer, compensation reports).
+) -> None:
+    """Write all tensors, file by file.
 
     Args:
-      shapes, widths: shapes of the written leaves, and widths of their FFNs.
+      written: config of the written leaves.
     """
-    removed = {layer: np.zeros(0, np.int64) for layer in cuts}
-    reports = {}
-    changed = {layer for layer, cut in cuts.items() if _size(cut)}
-    both = zip(widths, checkpoint.config.ffn_widths, strict=True)
-    rewritten = changed | {layer for layer, (new, old) in enumerate(both) if new != old}
+    shapes, by_layer = expected_shapes(written), _by_layer(checkpoint.family.rules(written))
+    both = zip(written.ffn_widths, checkpoint.config.ffn_widths, strict=True)
+    rewritten = {*change.changed} | {layer for layer, (new, old) in enumerate(both) if new != old}
     turns = _turns(checkpoint, rewritten, pieces.order)
     order = [name for _, names in turns for name in names]
     places = [checkpoint.place(name) for name in order]
@@ -203,21 +234,15 @@ def _write(
                 continue
             leaves = checkpoint.leaves(layer)
             ffn = _ffn_of(leaves, layer)
-            if layer in changed:
-                config, place = checkpoint.config, Place(layer, None, "ffn")
-                blocks = dict(blocks_of(config, layer, ffn))
-                new, removed[layer], reports[layer] = reduce_blocks(
-                    config, blocks, plan, cut=cuts[layer]
-                )
-                ffn = joined(config, place, ffn, new)
+            if layer in change.changed:
+                ffn = change.apply(layer, ffn)
             for path, leaf in flatten(ffn).items():
                 path = f"layers/{layer}/ffn/{path}"
                 leaves[path] = pad(leaf, shapes[path])
-            for rule in checkpoint.by_layer[layer]:
+            for rule in by_layer[layer]:
                 saved = rule.save([leaves[path] for path in rule.paths])
                 for name, array in zip(rule.names, saved, strict=True):
                     pieces.write(name, array)
-    return removed, [report for layer in sorted(reports) for report in reports[layer]]
 
 
 def _turns(
