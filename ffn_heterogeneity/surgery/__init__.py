@@ -14,7 +14,16 @@ from typing import Any
 
 from ffn_heterogeneity.adapters import macdrop
 from ffn_heterogeneity.models.options import products
-from ffn_heterogeneity.surgery import adapt, attack, fuse, reduce, sparsity, teacher, truncate
+from ffn_heterogeneity.surgery import (
+    adapt,
+    attack,
+    fuse,
+    merge_experts,
+    reduce,
+    sparsity,
+    teacher,
+    truncate,
+)
 from ffn_heterogeneity.wording import settings_from, settings_of
 
 
@@ -68,6 +77,7 @@ SURGERIES = {
         Surgery("attack", attack.attack, attack.Attack),
         Surgery("truncate", truncate.truncate, truncate.Truncation, abstract=True),
         Surgery("teacher", teacher.insert_teacher, teacher.Teacher, abstract=True),
+        Surgery("merge_experts", merge_experts.merge_experts, merge_experts.Merging),
         Surgery("fold", adapt.fold_all, adapt.Nothing),
     )
 }
