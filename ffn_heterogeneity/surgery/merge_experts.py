@@ -200,7 +200,7 @@ def _check_layers(config: ModelConfig, layers: Sequence, chosen: Sequence, asked
 # ---- groups
 
 
-class Groups(NamedTuple):
+class ExpertGroups(NamedTuple):
     """Columns of each group, the dominant one first; and the similarity of columns [R, R]."""
 
     columns: list[list[int]]
@@ -214,7 +214,7 @@ def cosines(gram: np.ndarray) -> np.ndarray:
     return np.divide(gram, product, out=np.zeros_like(product), where=product > 0)
 
 
-def m_smoe_groups(seen: Seen, left: int) -> Groups:
+def m_smoe_groups(seen: Seen, left: int) -> ExpertGroups:
     """Group every expert with the most similar of the `left` most used ones."""
     similarity = (cosines(seen.logits) + 1) / 2
     dominant = np.sort(np.argsort(-seen.usage, kind="stable")[:left])
@@ -222,13 +222,13 @@ def m_smoe_groups(seen: Seen, left: int) -> Groups:
     for column in range(len(seen.usage)):
         if column not in groups:
             groups[int(dominant[np.argmax(similarity[column, dominant])])].append(column)
-    return Groups(list(groups.values()), similarity)
+    return ExpertGroups(list(groups.values()), similarity)
 
 
-def ream_groups(seen: Seen, left: int, size: int) -> Groups:
+def ream_groups(seen: Seen, left: int, size: int) -> ExpertGroups:
     """Group with each centroid, from the highest score down, its `size` most similar free experts.
 
-    Groups are sorted by the centroid's number.
+    ExpertGroups are sorted by the centroid's number.
     """
     similarity = (cosines(seen.logits) + cosines(seen.outputs)) / 2
     centroids = np.argsort(-seen.scores, kind="stable")[:left]
@@ -237,7 +237,7 @@ def ream_groups(seen: Seen, left: int, size: int) -> Groups:
         nearest = sorted(free, key=lambda column: (-similarity[centroid, column], column))[:size]
         groups[centroid] = [centroid, *nearest]
         free -= set(nearest)
-    return Groups([groups[centroid] for centroid in sorted(groups)], similarity)
+    return ExpertGroups([groups[centroid] for centroid in sorted(groups)], similarity)
 
 
 def _merged(
