@@ -6,13 +6,13 @@ group becomes the mean of its experts, weighted by usage, after their neurons ar
 of the dominant one by the inner products of incoming columns and outgoing rows. Every layer loses
 the same share [ours: the code has one threshold for all layers, and aligns to expert 0].
 
-ream (2604.04356; we know formulas and a public fork, not the authors' code): centroids are the
+ream (2604.04356, as public implementations have it; the paper was not read): centroids are the
 experts of highest REAP score, the mean of gate x |output| over their tokens. From the highest down,
 each takes its `group` most similar experts that are still free; most take none. Similarity is the
 mean of two cosines over the text: of the gate-weighted outputs, and of the router's logits. Members
 are aligned to the centroid by the distances of normalized weights plus those of normalized states.
-Each layer is observed on the model whose earlier layers are merged. The sources are silent on, or
-differ in: the outputs' cosine, here of vectors of all tokens and dimensions, with every expert
+Each layer is observed on the model whose earlier layers are merged. The sources are silent or
+differ on the outputs' cosine, here of vectors of all tokens and dimensions, with every expert
 applied to every token and the softmax probability as its gate [ours]; the weights of the mean, here
 usage, or with weighting="score" the REAP score (public code) [ours]; and the router's columns, here
 all kept, or with columns="dominant" the centroids' alone (public code) [ours].
@@ -24,16 +24,16 @@ expert that is never used has weight 0. Shared experts are left alone.
 resmoe (2503.06881; code iDEA-iSAIL-Lab-UIUC/ResMoE), without data: a barycenter of the layer's
 experts (`alignment.barycenter`), and per expert its residual to it, as one matrix [m, p] of all the
 neurons' rows, of which a share is stored: "pruned", the entries of largest magnitude, or "svd", two
-factors of rank floor(share m p / (m + p)) [ours: the public code only prunes]. NO expert is
-removed, and the new model is as large as the old one: this library has no leaf for a barycenter, so
-the kernels hold barycenter + stored residual. The report has the size of the stored form. Output
-biases stay exact.
+factors of rank floor(share m p / (m + p)) [ours: the code's scripts prune, and its trials of SVD
+factor each kernel]. NO expert is removed, and the new model is as large as the old one: this
+library has no leaf for a barycenter, so the kernels hold barycenter + stored residual. The report
+has the size of the stored form. Output biases stay exact.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,6 +47,7 @@ from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery import alignment
 from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_text
 from ffn_heterogeneity.surgery.entries import highest_share
+from ffn_heterogeneity.surgery.expert_groups import m_smoe_groups, ream_groups
 from ffn_heterogeneity.surgery.expert_text import ExpertText, Seen
 from ffn_heterogeneity.surgery.selection import layer_subset, removal_count
 from ffn_heterogeneity.tree import flatten
@@ -64,7 +65,7 @@ class Merging:
       ratio: share of every layer's experts that is removed (shared ones are not counted).
       layers: as `selection.layer_subset` reads it.
       columns: the router's columns, "all", or "dominant": those of the dominant experts, so that
-        the model has a usual form, and tokens of the others are routed anew.
+        the model has a usual form, and tokens of the others go to these.
       group: C of ream, the largest number of experts that join a centroid.
       weighting: the weights of ream's mean, "usage" or "score".
       residual: resmoe's compression of the residuals, "pruned" or "svd".
@@ -116,7 +117,8 @@ def merge_experts(model: Model, settings: Mapping[str, Any] | Merging, data=None
       (experts by number, the dominant one first), "usage" and "scores" per router column, and
       "similarity", the mean of members to their dominant expert (None: no group has two); of resmoe
       "stored_parameters" (without the positions of pruned residuals) and "error", |change| relative
-      to the norm of the experts}; the sum of stored parameters is in "stored_parameters", too).
+      to the norm of the experts}; the sum of stored parameters is in "stored_parameters", too, and
+      self-generated text in "own_rows").
 
     Raises:
       ValueError: dense layers, or layers that are merged already, or have constants; a block with
@@ -198,46 +200,6 @@ def _check_layers(config: ModelConfig, layers: Sequence, chosen: Sequence, asked
 
 
 # ---- groups
-
-
-class ExpertGroups(NamedTuple):
-    """Columns of each group, the dominant one first; and the similarity of columns [R, R]."""
-
-    columns: list[list[int]]
-    similarity: np.ndarray
-
-
-def cosines(gram: np.ndarray) -> np.ndarray:
-    """Return the cosines of vectors with these inner products, [R, R]; 0 for zero vectors."""
-    norms = np.sqrt(np.diag(gram))
-    product = norms[:, None] * norms
-    return np.divide(gram, product, out=np.zeros_like(product), where=product > 0)
-
-
-def m_smoe_groups(seen: Seen, left: int) -> ExpertGroups:
-    """Group every expert with the most similar of the `left` most used ones."""
-    similarity = (cosines(seen.logits) + 1) / 2
-    dominant = np.sort(np.argsort(-seen.usage, kind="stable")[:left])
-    groups = {int(column): [int(column)] for column in dominant}
-    for column in range(len(seen.usage)):
-        if column not in groups:
-            groups[int(dominant[np.argmax(similarity[column, dominant])])].append(column)
-    return ExpertGroups(list(groups.values()), similarity)
-
-
-def ream_groups(seen: Seen, left: int, size: int) -> ExpertGroups:
-    """Group with each centroid, from the highest score down, its `size` most similar free experts.
-
-    ExpertGroups are sorted by the centroid's number.
-    """
-    similarity = (cosines(seen.logits) + cosines(seen.outputs)) / 2
-    centroids = np.argsort(-seen.scores, kind="stable")[:left]
-    free, groups = set(range(len(seen.scores))) - set(centroids.tolist()), {}
-    for centroid in centroids.tolist():
-        nearest = sorted(free, key=lambda column: (-similarity[centroid, column], column))[:size]
-        groups[centroid] = [centroid, *nearest]
-        free -= set(nearest)
-    return ExpertGroups([groups[centroid] for centroid in sorted(groups)], similarity)
 
 
 def _merged(
