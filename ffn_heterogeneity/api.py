@@ -197,6 +197,21 @@ def experts(model: Model, rule: str = "aimer", ratio: float = 0.5, **settings: A
     return _operate("experts", model, {"rule": rule, "ratio": ratio, **settings})
 
 
+def merge_experts(
+    model: Model, method: str = "m_smoe", ratio: float = 0.5, **settings: Any
+) -> Made:
+    """Merge the experts of a mixture of experts to fewer; return (the new model, a report).
+
+    Args:
+      method, ratio, settings: those of `surgery.merge_experts.Merging`: layers, calibration,
+        calibration_tokens, columns; share and residual of method "resmoe" ...
+
+    Raises:
+      ValueError: as the surgery.
+    """
+    return _operate("merge_experts", model, {"method": method, "ratio": ratio, **settings})
+
+
 def attack(model: Model, k: int = 5, **settings: Any) -> Made:
     """Zero the k massive weights, or all others; return (the new model, a report of their place).
 

@@ -36,7 +36,7 @@ from ffn_heterogeneity.tree import LeafError, flatten, subtree, unflatten
 
 
 class Rows(NamedTuple):
-    """What the chosen experts computed: N = B T k rows (k with the shared ones), sorted by expert.
+    """States and outputs of the chosen experts: N = B T k rows (k with the shared ones), by expert.
 
     Attributes:
       states: h, before `neuron_scale`, [N, m].

@@ -1,4 +1,4 @@
-"""What the experts of each layer compute, as sums over the tokens that are sent to them."""
+"""Statistics of what experts compute, as sums over the tokens that are sent to them."""
 
 import functools
 from typing import Any

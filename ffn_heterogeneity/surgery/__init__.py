@@ -19,6 +19,7 @@ from ffn_heterogeneity.surgery import (
     attack,
     experts,
     fuse,
+    merge_experts,
     reduce,
     sparsity,
     teacher,
@@ -78,6 +79,7 @@ SURGERIES = {
         Surgery("attack", attack.attack, attack.Attack),
         Surgery("truncate", truncate.truncate, truncate.Truncation, abstract=True),
         Surgery("teacher", teacher.insert_teacher, teacher.Teacher, abstract=True),
+        Surgery("merge_experts", merge_experts.merge_experts, merge_experts.Merging),
         Surgery("fold", adapt.fold_all, adapt.Nothing),
     )
 }

@@ -35,7 +35,19 @@ def check_calibration(asked: Any, chooser: str = "") -> None:
         who = who or f"compensation {asked.compensation!r}"
     elif asked.sequential:
         raise ValueError(f"sequential=True works only with compensation {', '.join(METHODS)}")
-    if who and not asked.calibration:
+    check_text(who, asked.calibration, tokens)
+
+
+def check_text(who: str, calibration: str, tokens: int | None) -> None:
+    """Check that there is calibration text for its user, and that it is long enough.
+
+    Args:
+      who: e.g. "criterion 'flap'"; "": nothing needs text.
+
+    Raises:
+      ValueError: calibration text is missing or too short.
+    """
+    if who and not calibration:
         raise ValueError(
             f"{who} needs calibration text: give --config.calibration=<text file>, or "
             "own for self-generated text"

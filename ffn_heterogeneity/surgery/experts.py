@@ -38,7 +38,7 @@ class ExpertRemoval:
       calibration, calibration_tokens: as in `calibration.calibration_rows`; "own" uses the seed.
     """
 
-    rule: str = "reap"
+    rule: str = "aimer"
     ratio: float | None = 0.5
     count: int | None = None
     top_k: int | None = None

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import tiny_models
 from tiny_models import LLAMA, WIDE, config_of, random_params, save_tiny, structured
 
 from ffn_heterogeneity.io.load import load_model
@@ -111,13 +112,16 @@ SETTINGS = {
     "scores": {"targets": "ffn/(up|down)"},
     "score_mask": {"ratio": 0.3},
     "gates": {"rank": 0, "start": 1.0},
+    "merge_experts": {"calibration_tokens": 512},
 }
+MIXTRAL = tiny_models.with_experts(dataclasses.replace(LLAMA, family="mixtral"))
+MODELS = {"nf4": WIDE, "merge_experts": MIXTRAL}
 
 
 @pytest.mark.parametrize("name", SURGERIES)
 def test_a_surgery_changes_nothing_it_is_given(name, tmp_path, monkeypatch):
     """It returns a new model that runs; an abstract surgery also works on shapes only."""
-    model = load_model(save_tiny(tmp_path / "model", WIDE if name == "nf4" else LLAMA))
+    model = load_model(save_tiny(tmp_path / "model", MODELS.get(name, LLAMA)))
     monkeypatch.chdir(tmp_path)
     teacher = unstack(random_params(LLAMA))
     for layer in teacher["layers"]:

@@ -1,0 +1,133 @@
+"""Experts on calibration text, layer after layer, for surgeries that merge them.
+
+`observe` is not used: it would hold all experts' states of all layers at once, and could not run a
+layer on top of the merged one before it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.experts import Experts
+from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.probes.experts import expert_probe
+from ffn_heterogeneity.probes.observe import token_batches
+
+ROWS = 8  # per batch; 1 if every expert is applied to every token
+
+
+class Seen(NamedTuple):
+    """Sums over the text of one layer with R router columns, padding excluded.
+
+    Attributes:
+      tokens: their number.
+      usage: tokens sent to each column's expert, [R].
+      scores: REAP's: the mean over those tokens of gate x |output|, [R]; 0 without tokens.
+      logits: inner products of the columns' logits, [R, R].
+      outputs: inner products of p_r(x) E_r(x), every expert applied to every token, p the softmax;
+        [R, R], or None if not asked for.
+      states: h of every expert for every token, float32 [R, tokens, m], or None.
+    """
+
+    tokens: int
+    usage: np.ndarray
+    scores: np.ndarray
+    logits: np.ndarray
+    outputs: np.ndarray | None = None
+    states: np.ndarray | None = None
+
+
+class ExpertText:
+    """The residual streams of a text before one layer, moved on layer by layer.
+
+    Args:
+      rows: token ids, of any lengths.
+      every: also apply every expert to every token (`Seen.outputs`, `Seen.states`).
+    """
+
+    def __init__(self, model: Model, rows: Sequence[np.ndarray], every: bool = False):
+        self._config, self._every = model.config, every
+        self._batches = list(token_batches(rows, 1 if every else ROWS))
+        tables = {"embed": jax.device_put(model.params["embed"])}
+        self._streams = [_embedded(model.config, tables, batch) for batch in self._batches]
+
+    def seen(self, layer: int, leaves: dict) -> Seen:
+        """Observe a layer of the model on the streams.
+
+        Raises:
+          ValueError: values that are not finite.
+        """
+        config, sums, states = self._one(self._config.layers[layer]), {}, []
+        shared, leaves = config.layers[0].shared, jax.device_put(leaves)
+        for x, batch in zip(self._streams, self._batches, strict=True):
+            for name, value in _observed(config, self._every, leaves, x, batch).items():
+                if name == "states":
+                    real = batch["segment_ids"].reshape(-1) > 0
+                    states.append(np.asarray(value)[shared:, real])
+                else:
+                    sums[name] = sums.get(name, 0) + np.asarray(value, np.float64)
+        if not all(np.isfinite(value).all() for value in sums.values()):
+            raise ValueError(f"layer {layer}: its states are not finite: check the checkpoint")
+        usage, gated = sums["tokens"][shared:], sums["gated"][shared:]
+        scores = np.divide(gated, usage, out=np.zeros_like(usage), where=usage > 0)
+        seen = Seen(int(sums["count"]), usage, scores, sums["logits"])
+        if not self._every:
+            return seen
+        outputs = sums["outputs"][shared:, shared:]
+        return seen._replace(outputs=outputs, states=np.concatenate(states, axis=1))
+
+    def move(self, layer: LayerConfig, leaves: dict) -> None:
+        """Pass the streams through a layer."""
+        config, leaves = self._one(layer), jax.device_put(leaves)
+        rows = zip(self._streams, self._batches, strict=True)
+        self._streams = [_layer(config, leaves, x, batch) for x, batch in rows]
+
+    def _one(self, layer: LayerConfig) -> ModelConfig:
+        return dataclasses.replace(self._config, layers=(layer,))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embedded(config: ModelConfig, params: dict, batch: dict) -> jax.Array:
+    positions = causal_lm.row_positions(batch) if config.position_rows else None
+    return causal_lm.embed(config, params, batch["tokens"], RunOptions(), positions)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer(config: ModelConfig, leaves: dict, x: jax.Array, batch: dict) -> jax.Array:
+    return causal_lm.one_layer(config, 0, leaves, x, batch)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _observed(
+    config: ModelConfig, every: bool, leaves: dict, x: jax.Array, batch: dict
+) -> dict[str, jax.Array]:
+    """Sums of one layer, by stored expert; see `Seen`."""
+    layer = config.layers[0]
+    _, seen = causal_lm.one_layer(config, 0, leaves, x, batch)
+    sums = expert_probe(layer.experts, layer.ffn_width).function(seen, batch, None)
+    real = batch["segment_ids"].reshape(-1) > 0
+    logits = jnp.where(real[:, None], seen.routing.logits.reshape(-1, layer.columns), 0)
+    found = {"tokens": sums["tokens"], "gated": sums["gated"], "count": jnp.sum(real)}
+    found["logits"] = logits.T @ logits
+    if every:
+        routed = dataclasses.replace(layer, top_k=layer.columns, gates="softmax")
+        _, routing = Experts(config, routed).apply({"params": leaves["ffn"]}, seen.ffn_input)
+        rows = routing.rows
+        gated = jnp.where(real[rows.tokens], rows.gates, 0)[:, None] * rows.outputs
+
+        def by_expert(values: jax.Array) -> jax.Array:
+            empty = jnp.zeros((layer.experts, len(real), values.shape[-1]), jnp.float32)
+            return empty.at[rows.experts, rows.tokens].set(values.astype(jnp.float32))
+
+        outputs = by_expert(gated)
+        found["outputs"] = jnp.einsum("rnd,snd->rs", outputs, outputs)
+        found["states"] = by_expert(rows.states)
+    return found
