@@ -65,7 +65,7 @@ class ExpertRemoval:
 
     @property
     def needs_text(self) -> bool:
-        """Whether the experts are observed on text."""
+        """True if the experts are observed on text."""
         return self.rule in ON_TEXT or self.constant
 
 
@@ -95,7 +95,7 @@ def remove_experts(
     if asked.needs_text:
         rows = calibration_rows(model, asked.calibration, asked.calibration_tokens, asked.seed)
     sums = expert_sums(config, model.params, rows) if rows is not None else {}
-    change, tree = Experts(asked, config, sums), unstack(model.params)
+    change, tree = ExpertCut(asked, config, sums), unstack(model.params)
     if asked.protect:
         change.protect(massive_weights(config, model.params).states)
     new = list(tree["layers"])
@@ -108,7 +108,7 @@ def remove_experts(
     return dataclasses.replace(model, config=change.config, params=params), report
 
 
-class Experts:
+class ExpertCut:
     """A removal of experts, layer by layer.
 
     Attributes:

@@ -37,7 +37,7 @@ from ffn_heterogeneity.models.families import Family, Rule, expected_shapes
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.walk import blocks_of, joined
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.surgery.experts import ExpertRemoval, Experts
+from ffn_heterogeneity.surgery.experts import ExpertCut, ExpertRemoval
 from ffn_heterogeneity.surgery.reduce import only_block, reduce_blocks, results_of
 from ffn_heterogeneity.surgery.removal_plan import Cut, RemovalPlan
 from ffn_heterogeneity.tree import flatten, unflatten
@@ -171,7 +171,7 @@ def compress_directory(
     check_streamed(plan)
     checkpoint = open_checkpoint(source)
     of_neurons = isinstance(plan, RemovalPlan)
-    change = Neurons(plan, checkpoint) if of_neurons else Experts(plan, checkpoint.config)
+    change = Neurons(plan, checkpoint) if of_neurons else ExpertCut(plan, checkpoint.config)
     smaller = change.config
     form = choose_form(smaller, export)
     merged = any(layer.routes for layer in smaller.layers)
@@ -208,7 +208,7 @@ def _specs(
 def _write(
     checkpoint: Checkpoint,
     written: ModelConfig,
-    change: Neurons | Experts,
+    change: Neurons | ExpertCut,
     pieces: Pieces,
 ) -> None:
     """Write all tensors, file by file.
