@@ -14,7 +14,16 @@ from typing import Any
 
 from ffn_heterogeneity.adapters import macdrop
 from ffn_heterogeneity.models.options import products
-from ffn_heterogeneity.surgery import adapt, attack, fuse, reduce, sparsity, teacher, truncate
+from ffn_heterogeneity.surgery import (
+    adapt,
+    attack,
+    fuse,
+    partition,
+    reduce,
+    sparsity,
+    teacher,
+    truncate,
+)
 from ffn_heterogeneity.wording import settings_from, settings_of
 
 
@@ -67,6 +76,8 @@ SURGERIES = {
         Surgery("gates", sparsity.insert_gates, sparsity.Gates, abstract=True),
         Surgery("attack", attack.attack, attack.Attack),
         Surgery("truncate", truncate.truncate, truncate.Truncation, abstract=True),
+        Surgery("partition", partition.partition, partition.Partition, True, partition.assumed),
+        Surgery("upcycle", partition.upcycle, partition.Upcycling, abstract=True),
         Surgery("teacher", teacher.insert_teacher, teacher.Teacher, abstract=True),
         Surgery("fold", adapt.fold_all, adapt.Nothing),
     )

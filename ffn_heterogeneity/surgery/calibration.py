@@ -30,12 +30,17 @@ def check_calibration(asked: Any, chooser: str = "") -> None:
     Raises:
       ValueError: calibration text is missing or too short, or `sequential` has nothing to act on.
     """
-    who, tokens = chooser, asked.calibration_tokens
+    who = chooser
     if asked.compensation in METHODS:
         who = who or f"compensation {asked.compensation!r}"
     elif asked.sequential:
         raise ValueError(f"sequential=True works only with compensation {', '.join(METHODS)}")
-    if who and not asked.calibration:
+    check_text(who, asked.calibration, asked.calibration_tokens)
+
+
+def check_text(who: str, calibration: str, tokens: int | None) -> None:
+    """Raise ValueError if the user `who` ("": nothing) has no calibration text, or too little."""
+    if who and not calibration:
         raise ValueError(
             f"{who} needs calibration text: give --config.calibration=<text file>, or "
             "own for self-generated text"

@@ -1,0 +1,69 @@
+"""Experts from a dense model: its neurons divided among experts, or its blocks copied.
+
+Command:   python scripts/compress.py --config=configs/experts.py:partition --config.model=<any> \
+             --config.experts=8 --config.top_k=8 --config.router=zeros
+           python scripts/compress.py --config=configs/experts.py:upcycle --config.model=<any> \
+             --config.experts=8
+Hardware:  any CPU with the model's size in memory three times (upcycle: and all copies), and
+           8 m^2 bytes of a layer's m neurons (19 MB for SmolLM2).
+Hours:     two minutes for SmolLM2-135M on one core.
+Paper:     Moefication's row of MLP Fusion's tables: --config.experts=4 --config.top_k=1
+           --config.router=trained --config.calibration=<text>.
+
+partition: E experts of m / E neurons (balanced k-means); with router zeros and top_k = E the same
+model. upcycle: E copies of each block; the same model for any top_k, to be trained further.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from configs import perplexity
+from ffn_heterogeneity.surgery.partition import Partition, Upcycling
+from ffn_heterogeneity.wording import check_choice
+
+
+def _partition() -> dict:
+    return {
+        "experts": Partition.experts,  # E; with shared ones
+        "top_k": placeholder(int),  # routed experts per token; default: all
+        # zeros: equal gates | means: the mean of an expert's columns of gate (plain FFNs: of up) |
+        # trained: Moefication's two layers, from calibration text.
+        "router": Partition.router,
+        "shared": Partition.shared,  # experts of the most active neurons, which see every token
+        # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
+        "layers": Partition.layers,
+        "seed": Partition.seed,  # of k-means, of trained routers, of the model's own text
+        # Of shared and trained: a text file, or own for self-generated text.
+        "calibration": Partition.calibration,
+        "calibration_tokens": placeholder(int),  # default: 2,048 of a file, 8,192 of own
+    }
+
+
+def _upcycle() -> dict:
+    return {
+        "experts": Upcycling.experts,  # E, the number of copies
+        "top_k": Upcycling.top_k,  # experts per token
+        # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
+        "layers": Upcycling.layers,
+        "noise": Upcycling.noise,  # standard deviation of the router's values; 0: zeros
+        "seed": Upcycling.seed,  # of the noise
+    }
+
+
+# {argument, a name of a surgery: its keys}
+KEYS = {"partition": _partition, "upcycle": _upcycle}
+
+
+def get_config(surgery: str = "partition") -> ConfigDict:
+    check_choice("config argument", surgery, tuple(KEYS))
+    # Keys of perplexity.py: model, revision; with a text (or token_ids) the perplexity is measured
+    # before and after, and written to results.json and the model card.
+    config = perplexity.get_config()
+    config.update({"surgery": surgery, **KEYS[surgery]()})
+    # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
+    config.dtype = "as_read"
+    # auto | native. Llamas and Mistrals of experts are Mixtrals for other tools, Qwen3s Qwen3-MoEs,
+    # if all of their layers have equal experts and linear routers, and none is shared.
+    config.export = "auto"
+    config.push = ""  # <owner>/<name>: the model goes to the Hugging Face hub, too
+    return config
