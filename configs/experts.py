@@ -18,7 +18,8 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from configs import perplexity
-from ffn_heterogeneity.surgery.partition import Partition, Upcycling
+from ffn_heterogeneity.surgery.partition import Partition
+from ffn_heterogeneity.surgery.upcycle import Upcycling
 from ffn_heterogeneity.wording import check_choice
 
 

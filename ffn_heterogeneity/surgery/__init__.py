@@ -23,6 +23,7 @@ from ffn_heterogeneity.surgery import (
     sparsity,
     teacher,
     truncate,
+    upcycle,
 )
 from ffn_heterogeneity.wording import settings_from, settings_of
 
@@ -77,7 +78,7 @@ SURGERIES = {
         Surgery("attack", attack.attack, attack.Attack),
         Surgery("truncate", truncate.truncate, truncate.Truncation, abstract=True),
         Surgery("partition", partition.partition, partition.Partition, True, partition.assumed),
-        Surgery("upcycle", partition.upcycle, partition.Upcycling, abstract=True),
+        Surgery("upcycle", upcycle.upcycle, upcycle.Upcycling, abstract=True),
         Surgery("teacher", teacher.insert_teacher, teacher.Teacher, abstract=True),
         Surgery("fold", adapt.fold_all, adapt.Nothing),
     )

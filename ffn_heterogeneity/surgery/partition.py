@@ -1,8 +1,8 @@
-"""Experts from a dense model: `partition` of the neurons, and `upcycle`, which copies the block.
+"""Experts from a dense model: the neurons of each block, divided into equal groups.
 
-`partition`: the m neurons of a layer become E experts of m / E. A neuron is a column of gate (plain
-FFN: of up), scaled to norm 1 as in Moefication (arXiv 2110.01786). Balanced k-means alternates
-between the optimal assignment of neurons to centroids with m / E places each, and means. Routers:
+The m neurons of a layer become E experts of m / E, by balanced k-means (`kmeans.balanced`). A
+neuron's point is its column of gate (plain FFN: of up), scaled to norm 1 as in Moefication (arXiv
+2110.01786). Routers:
 
   zeros    R = 0. All gates are equal; with top_k = E the model is the dense model.
   means    the column of an expert is the mean of its neurons' columns of gate, not scaled [ours].
@@ -16,9 +16,6 @@ first shared expert if there is one.
 `shared=n` (CMoE, arXiv 2502.04416): the n m / E neurons with the highest activation rate form n
 experts that see every token. The rate is the share of calibration tokens on which a neuron is among
 the 10 with the largest |h|. (CMoE's h is that of normalized inputs and kernels.)
-
-`upcycle` (arXiv 2212.05055): each expert is a copy of the block, so that gates of sum 1 give the
-dense model for any router and any top_k.
 """
 
 import dataclasses
@@ -29,24 +26,25 @@ import jax
 import numpy as np
 
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig
-from ffn_heterogeneity.models.families import config_from_hf, config_to_hf, count_parameters
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack
-from ffn_heterogeneity.models.walk import ffn_blocks, write
+from ffn_heterogeneity.models.walk import write
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.surgery import moefication, neurons
+from ffn_heterogeneity.surgery import moefication
 from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_text
-from ffn_heterogeneity.surgery.kmeans import cluster
+from ffn_heterogeneity.surgery.kmeans import balanced
 from ffn_heterogeneity.surgery.seen import activation_rates
-from ffn_heterogeneity.surgery.selection import highest, layer_subset
+from ffn_heterogeneity.surgery.selection import highest
+from ffn_heterogeneity.surgery.sparse_layers import (
+    check_top_k,
+    dense_blocks,
+    with_experts,
+    zero_router,
+)
 from ffn_heterogeneity.tree import is_abstract
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 
 ROUTERS = ("zeros", "means", "trained")
-MAX_STEPS = 50  # of balanced k-means
-# Families of experts in transformers, by the dense family with the same attention and norms.
-FAMILIES_OF_EXPERTS = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Partition:
     def __post_init__(self):
         check_choice("router", self.router, ROUTERS)
         check_numbers(self, experts="[1, 4096]", shared=f"[0, {self.experts})")
-        _check_top_k(self.chosen, self.experts - self.shared)
+        check_top_k(self.chosen, self.experts - self.shared)
         who = f"shared={self.shared}" if self.shared else ""
         who = "router 'trained'" if self.router == "trained" else who
         check_text(who, self.calibration, self.calibration_tokens)
@@ -85,29 +83,6 @@ class Partition:
     def chosen(self) -> int:
         """Number of routed experts per token."""
         return self.experts - self.shared if self.top_k is None else self.top_k
-
-
-@dataclasses.dataclass(frozen=True)
-class Upcycling:
-    """Settings of `upcycle`.
-
-    Attributes:
-      experts: E, the number of copies.
-      top_k: number of experts per token.
-      layers: as `selection.layer_subset` reads it.
-      noise: standard deviation of the router's values; 0: zeros.
-      seed: seed of that noise.
-    """
-
-    experts: int = 8
-    top_k: int = 2
-    layers: str = "all"
-    noise: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self):
-        check_numbers(self, experts="[1, 4096]", noise="[0, inf)")
-        _check_top_k(self.top_k, self.experts)
 
 
 def partition(model: Model, settings: Mapping[str, Any] | Partition, data=None, key=None) -> tuple:
@@ -126,7 +101,7 @@ def partition(model: Model, settings: Mapping[str, Any] | Partition, data=None, 
         adapters, non-finite weights, or as `calibration_rows`; the message names the layer.
     """
     asked = settings_of(Partition, settings)
-    blocks = _dense_blocks(model, asked.layers, asked.experts)
+    blocks = dense_blocks(model, asked.layers, asked.experts)
     if is_abstract(model.params):
         groups = {layer: np.arange(_width(ffn)) for layer, ffn in blocks.items()}
         groups = {layer: order.reshape(asked.experts, -1) for layer, order in groups.items()}
@@ -138,47 +113,15 @@ def partition(model: Model, settings: Mapping[str, Any] | Partition, data=None, 
         groups, report = _clustered(model, asked, blocks, rows)
         routers, more = _routers(model, asked, blocks, groups, rows)
         report |= more
-    trained, routed = asked.router == "trained", asked.experts - asked.shared
-    factor = np.ones(asked.experts)  # of down's kernel
-    factor[asked.shared :] = 1 if trained else asked.chosen
-    bias = np.full(asked.experts, 1 / asked.chosen if trained else 1.0)
-    if asked.shared:
-        bias = np.arange(asked.experts) == 0
-    fields: dict[str, Any] = {"experts": asked.experts, "top_k": asked.chosen}
-    fields |= {"shared": asked.shared, "router": "mlp" if trained else "linear"}
-    fields |= {"gates": "none" if trained else "renormalized"}
+    fields = _fields(asked)
+    factor, bias = _factors(asked)
     new = {}
     for layer, ffn in blocks.items():
         new[layer] = _experts_of(ffn, groups[layer], factor, bias)
-        zeros = _zero_router(ffn, routed, fields["router"])
+        zeros = zero_router(ffn, asked.experts - asked.shared, fields["router"])
         new[layer]["router"] = routers.get(layer, zeros)
     report |= {"own_rows": rows} if asked.calibration == OWN and rows is not None else {}
-    return _with_experts(model, new, fields, dataclasses.asdict(asked), report)
-
-
-def upcycle(model: Model, settings: Mapping[str, Any] | Upcycling, data=None, key=None) -> tuple:
-    """Replace the block of the layers that `settings` name by E copies; same outputs.
-
-    Also runs on shapes alone.
-
-    Returns:
-      (the model, a report as `partition`'s, with "noise").
-
-    Raises:
-      ValueError: settings out of range, a layer with experts or adapters, or non-finite weights.
-    """
-    asked = settings_of(Upcycling, settings)
-    new = {}
-    for layer, ffn in _dense_blocks(model, asked.layers).items():
-        router = _zero_router(ffn, asked.experts, "linear")
-        if asked.noise:
-            drawn = np.random.default_rng([asked.seed, layer]).normal(size=router["kernel"].shape)
-            router = {"kernel": (asked.noise * drawn).astype(router["kernel"].dtype)}
-        copies = jax.tree.map(lambda leaf: leaf[None].repeat(asked.experts, axis=0), ffn)
-        new[layer] = {**copies, "router": router}
-    fields: dict[str, Any] = {"experts": asked.experts, "top_k": asked.top_k}
-    fields |= {"gates": "renormalized", "shared": 0, "router": "linear"}
-    return _with_experts(model, new, fields, dataclasses.asdict(asked), {})
+    return with_experts(model, new, fields, dataclasses.asdict(asked), report)
 
 
 def assumed(settings: Mapping[str, Any]) -> str:
@@ -187,11 +130,6 @@ def assumed(settings: Mapping[str, Any]) -> str:
 
 
 # ---- the dense model's side
-
-
-def _check_top_k(top_k: int, routed: int) -> None:
-    if not 1 <= top_k <= routed:
-        raise ValueError(f"top_k={top_k}: expected 1 to {routed}, the number of routed experts")
 
 
 def _width(ffn: dict) -> int:
@@ -204,64 +142,10 @@ def _columns(ffn: dict) -> np.ndarray:
     return kernel.T.astype(np.result_type(kernel.dtype, np.float32))
 
 
-def _dense_blocks(model: Model, layers: str, experts: int = 1) -> dict[int, dict]:
-    """{layer: its block}, numpy unless abstract, of plain dense layers that `experts` divides."""
-    config, params = model.config, model.params
-    chosen = layer_subset(layers, config.n_layers)
-    for layer in chosen:
-        if (count := config.layers[layer].experts) is not None:
-            raise ValueError(f"layer {layer} already has {count} experts: choose dense layers")
-        width = config.layers[layer].ffn_width
-        if width % experts:
-            raise ValueError(
-                f"layer {layer}: experts={experts} does not divide the {width} neurons; choose a "
-                f"divisor, such as {' or '.join(map(str, _near_divisors(width, experts)))}"
-            )
-    params = params if is_abstract(params) else jax.tree.map(np.asarray, params)
-    blocks = {place.layer: ffn for place, ffn in ffn_blocks(config, params) if place.layer in chosen}
-    return {layer: neurons.plain(ffn, layer) for layer, ffn in blocks.items()}
-
-
-def _near_divisors(width: int, experts: int) -> list[int]:
-    """The next lower and higher divisors of the width."""
-    divisors = [n for n in range(1, width + 1) if width % n == 0]
-    lower, higher = [n for n in divisors if n < experts], [n for n in divisors if n > experts]
-    return [*lower[-1:], *higher[:1]]
-
-
 # ---- groups of neurons
 
 
-def balanced(points: np.ndarray, c: int, seed: int = 0) -> tuple[np.ndarray, float]:
-    """Balanced k-means: c clusters of exactly m / c points, from the centroids of plain k-means.
-
-    Each step assigns the points so that the sum of the squared distances is least (scipy's
-    `linear_sum_assignment` on every centroid repeated m / c times), and then computes the means. It
-    ends when no point moves, or after 50 steps.
-
-    Args:
-      points: [m, p]; c divides m.
-
-    Returns:
-      (the cluster of each point, int [m]; the sum of the squared distances to the centroids over
-      the sum of the points' squares).
-    """
-    from scipy.optimize import linear_sum_assignment
-
-    points = points.astype(np.float64)
-    size, labels = len(points) // c, np.full(len(points), -1)
-    centroids = cluster(points, c, seed=seed).centroids
-    for _ in range(MAX_STEPS):
-        costs = np.sum(centroids**2, axis=1) - 2 * points @ centroids.T
-        before, labels = labels, linear_sum_assignment(np.repeat(costs, size, axis=1))[1] // size
-        centroids = np.stack([points[labels == one].mean(0) for one in range(c)])
-        if np.array_equal(labels, before):
-            break
-    total = np.sum(points**2)
-    return labels, float(np.sum((points - centroids[labels]) ** 2) / total) if total else 0.0
-
-
-def normalized(rows: np.ndarray) -> np.ndarray:
+def unit_rows(rows: np.ndarray) -> np.ndarray:
     """Return rows of norm 1; zero rows stay zero."""
     norms = np.linalg.norm(rows, axis=-1, keepdims=True)
     return rows / np.where(norms > 0, norms, 1)
@@ -275,9 +159,9 @@ def _clustered(
     if asked.shared:
         assert rows is not None
         rates = activation_rates(model.config, model.params, rows)
-    groups, shares = {}, [None] * model.config.n_layers
+    groups, shares = {}, dict.fromkeys(range(model.config.n_layers))
     for layer in bar("partition", blocks, unit="layer"):
-        points = normalized(_columns(blocks[layer]))
+        points = unit_rows(_columns(blocks[layer]))
         width = len(points) // asked.experts
         first = np.zeros(0, int)
         if rates is not None:
@@ -287,10 +171,28 @@ def _clustered(
         labels, shares[layer] = balanced(points[others], asked.experts - asked.shared, seed)
         order = np.concatenate([first, others[np.argsort(labels, kind="stable")]])
         groups[layer] = order.reshape(asked.experts, width)
-    return groups, {"inertia_shares": shares}
+    return groups, {"inertia_shares": list(shares.values())}
 
 
 # ---- experts and routers
+
+
+def _fields(asked: Partition) -> dict[str, Any]:
+    """Fields of a layer's `LayerConfig`."""
+    trained = asked.router == "trained"
+    kinds = {"router": "mlp", "gates": "none"} if trained else {"gates": "renormalized"}
+    fields = {"experts": asked.experts, "top_k": asked.chosen, "shared": asked.shared}
+    return {**fields, "router": "linear", **kinds}
+
+
+def _factors(asked: Partition) -> tuple[np.ndarray, np.ndarray]:
+    """(factors of the kernels of down [E], of its bias [E]), by which the sums are right."""
+    averaged = asked.router != "trained"  # gates of sum 1
+    is_shared = np.arange(asked.experts) < asked.shared
+    factor = np.where(averaged & ~is_shared, asked.chosen, 1)
+    if asked.shared:
+        return factor, np.arange(asked.experts) == 0
+    return factor, np.full(asked.experts, 1.0 if averaged else 1 / asked.chosen)
 
 
 def _experts_of(ffn: dict, groups: np.ndarray, factor: np.ndarray, bias: np.ndarray) -> dict:
@@ -302,24 +204,14 @@ def _experts_of(ffn: dict, groups: np.ndarray, factor: np.ndarray, bias: np.ndar
 
     block = {}
     for name, leaves in ffn.items():
-        kernel, given = leaves["kernel"], leaves.get("bias")
         if name == "down":
-            block[name] = {"kernel": scaled(kernel[groups], factor)}
-            given = given if given is None else given[None].repeat(len(groups), axis=0)
-            bias_leaf = given if given is None else scaled(given, bias)
+            each = {"kernel": lambda kernel: scaled(kernel[groups], factor)}
+            each["bias"] = lambda given: scaled(given[None].repeat(len(groups), axis=0), bias)
         else:
-            block[name] = {"kernel": kernel.T[groups].swapaxes(1, 2)}
-            bias_leaf = given if given is None else given[groups]
-        block[name] |= {} if bias_leaf is None else {"bias": bias_leaf}
+            each = {"kernel": lambda kernel: kernel.T[groups].swapaxes(1, 2)}
+            each["bias"] = lambda given: given[groups]
+        block[name] = {leaf: each[leaf](value) for leaf, value in leaves.items()}
     return block
-
-
-def _zero_router(ffn: dict, columns: int, kind: str) -> dict:
-    kernel = ffn["up"]["kernel"]
-    if kind == "linear":
-        return {"kernel": np.zeros((kernel.shape[0], columns), kernel.dtype)}
-    hidden = {"kernel": np.zeros((kernel.shape[0], columns), kernel.dtype)}
-    return {"hidden": hidden, "kernel": np.zeros((columns, columns), kernel.dtype)}
 
 
 def _routers(
@@ -337,11 +229,13 @@ def _routers(
             routers[layer] = {"kernel": means.T.astype(ffn["up"]["kernel"].dtype)}
     if asked.router == "trained":
         assert rows is not None
-        new = {Place(layer, None, "ffn"): _ordered(blocks[layer], groups[layer]) for layer in blocks}
+        new = {
+            Place(layer, None, "ffn"): _ordered(blocks[layer], groups[layer]) for layer in blocks
+        }
         ordered = restack(model.config, write(model.config, model.params, new))
         inputs, sums = moefication.routed_sums(model.config, ordered, rows, asked.experts)
         for layer in bar("routers", blocks, unit="layer"):
-            points = normalized(_columns(blocks[layer]))
+            points = unit_rows(_columns(blocks[layer]))
             centroids = points[groups[layer][asked.shared :]].mean(1)
             router, facts = moefication.train_router(
                 inputs[layer], sums[layer][:, asked.shared :], centroids, asked.chosen, asked.seed
@@ -358,55 +252,3 @@ def _ordered(ffn: dict, groups: np.ndarray) -> dict:
     order = groups.reshape(-1)
     ordered = {name: {leaf: x[..., order] for leaf, x in ffn[name].items()} for name in ffn}
     return ordered | {"down": ffn["down"] | {"kernel": ffn["down"]["kernel"][order]}}
-
-
-# ---- the new model
-
-
-def _with_experts(
-    model: Model, new: Mapping[int, dict], fields: dict, asked: dict, report: dict
-) -> tuple[Model, dict]:
-    """The model with those FFNs [E, ...] and fields of `LayerConfig`, and the full report."""
-    config = model.config
-
-    def changed(i: int, layer: LayerConfig) -> LayerConfig:
-        if i not in new:
-            return layer
-        return dataclasses.replace(layer, ffn_width=new[i]["down"]["kernel"].shape[1], **fields)
-
-    layers = tuple(changed(i, layer) for i, layer in enumerate(config.layers))
-    after = family_of_experts(dataclasses.replace(config, layers=layers))
-    places = {Place(layer, None, "ffn"): leaves for layer, leaves in new.items()}
-    params = restack(after, write(config, model.params, places))
-    counts = count_parameters(after)
-    report = {name: asked[name] for name in ("router", "layers", "noise") if name in asked} | {
-        "experts": fields["experts"],
-        "top_k": fields["top_k"],
-        "shared": fields["shared"],
-        "family": after.family,
-        "ffn_widths_before": list(config.ffn_widths),
-        "ffn_widths_after": list(after.ffn_widths),
-        "parameters_before": count_parameters(config)["total"],
-        "parameters_after": counts["total"],
-        "active_parameters": counts["active"],
-        **report,
-    }
-    return dataclasses.replace(model, config=after, params=params), report
-
-
-def family_of_experts(config: ModelConfig) -> ModelConfig:
-    """The config in a family of transformers that has its experts, if there is one.
-
-    Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE. Other models keep their family, and
-    are written in the native form (io/hf/export.py).
-    """
-    family = FAMILIES_OF_EXPERTS.get(config.family)
-    biases = config.ffn_bias or config.attention_bias or config.attention_out_bias
-    if family is None or family == "mixtral" and biases:
-        return config
-    other = dataclasses.replace(config, family=family)
-    stated = dataclasses.replace(other, generation="", head=None)
-    try:
-        return other if config_from_hf(config_to_hf(stated)) == stated else config
-    except ConfigError:
-        return config
