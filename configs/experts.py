@@ -33,7 +33,7 @@ def _partition() -> dict:
         "shared": Partition.shared,  # experts of the most active neurons, which see every token
         # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
         "layers": Partition.layers,
-        "seed": Partition.seed,  # of k-means, of trained routers, of the model's own text
+        "seed": Partition.seed,  # of k-means, of trained routers, of self-generated text
         # Of shared and trained: a text file, or own for self-generated text.
         "calibration": Partition.calibration,
         "calibration_tokens": placeholder(int),  # default: 2,048 of a file, 8,192 of own

@@ -1,6 +1,7 @@
 """Experts from dense models: `partition` with every router, and `upcycle`."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -30,7 +31,9 @@ from ffn_heterogeneity.surgery.kmeans import balanced
 from ffn_heterogeneity.tree import flatten
 
 TOKENS = np.random.default_rng(1).integers(2, 29, (3, 9)).astype(np.int32)
-FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox", "bert"])
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+KINDS = pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+CASES = [("llama", 0), ("llama", 1), ("gpt_neox", 0), ("gpt2", 1), ("bert", 0), ("bert", 1)]
 
 
 @pytest.fixture
@@ -53,12 +56,14 @@ def model_of(family="llama", dtype=np.float64, **changes):
     return Model(config, random_params(config, dtype=dtype), None, "tiny")
 
 
-def hidden(model, dtype=np.float64, tokens=TOKENS):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _hidden(config, dtype, params, tokens):
     options = causal_lm.RunOptions(compute_dtype=dtype)
-    batch = {"tokens": tokens}
-    return np.asarray(
-        causal_lm.forward(model.config, model.params, batch, options=options)["hidden"]
-    )
+    return causal_lm.forward(config, params, {"tokens": tokens}, options=options)["hidden"]
+
+
+def hidden(model, dtype=np.float64, tokens=TOKENS):
+    return np.asarray(_hidden(model.config, dtype, model.params, tokens))
 
 
 def same(one, other, atol=1e-12):
@@ -78,8 +83,7 @@ def columns(ffn):
 
 
 @pytest.mark.usefixtures("wide")
-@FAMILIES
-@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("family, shared", CASES)
 def test_all_experts_are_the_dense_model(family, shared, rows, tmp_path):
     dense = model_of(family)
     model, report = fh.partition(dense, 4, shared=shared, calibration=rows if shared else "")
@@ -107,7 +111,7 @@ def test_all_experts_are_the_dense_model(family, shared, rows, tmp_path):
 
 
 @pytest.mark.usefixtures("wide")
-@FAMILIES
+@KINDS
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_copies_are_the_dense_model(family, top_k):
     dense = model_of(family)
@@ -153,7 +157,7 @@ def test_neurons_of_one_direction_are_one_expert():
 
 
 @pytest.mark.usefixtures("wide")
-@FAMILIES
+@KINDS
 def test_means_and_fewer_experts(family):
     dense = model_of(family)
     model, _ = fh.partition(dense, 4, 2, "means")
@@ -246,7 +250,7 @@ def test_a_moefied_model_trains(rows):
         losses.append(float(value))
     assert losses[-1] < 0.9 * losses[0]
     up = flatten(gradient)["stack/segment_0/slot_0/ffn/up/kernel"]
-    assert np.any(up, axis=(0, 2, 3)).all()  # every expert's
+    assert np.sum(np.any(up, axis=(0, 2, 3))) >= 2  # experts that got tokens
 
 
 def test_the_router_learns_on_held_out_tokens():
@@ -290,7 +294,7 @@ def test_an_experts_sum_is_that_of_its_neurons(rows):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_transformers_loads_the_experts(torch, tmp_path, family):
     dense = model_of(family, np.float32)
-    model, report = fh.partition(dense, 4)
+    model, report = fh.partition(dense, 3)  # 4 neurons: torch needs rows of 16 bytes
     fh.save_model(model, tmp_path / "model")
     values = json.loads((tmp_path / "model" / "config.json").read_text())
     assert values["model_type"] == report["family"] == model.config.family
@@ -298,20 +302,19 @@ def test_transformers_loads_the_experts(torch, tmp_path, family):
     assert model.config.family == ("qwen3_moe" if family == "qwen3" else "mixtral")
     theirs = torch_logits(torch, torch_model(torch, tmp_path / "model"), TOKENS)
     np.testing.assert_allclose(theirs, model(TOKENS), atol=1e-4, rtol=0)
-    for changes in ({"layers": "0"}, {"ffn_bias": True}):
-        settings = {k: v for k, v in changes.items() if k == "layers"}
-        config = {k: v for k, v in changes.items() if k != "layers"}
-        kept = fh.partition(model_of(family, np.float32, **config), 4, **settings)[0].config.family
-        assert kept == (family if config or family != "qwen3" else "qwen3_moe")
+    some = fh.partition(dense, 3, layers="0")[0].config.family
+    assert some == (family if family != "qwen3" else "qwen3_moe")
+    biased = model_of(family, np.float32, ffn_bias=True)
+    assert fh.partition(biased, 3)[0].config.family == family
 
 
 @pytest.mark.parametrize("router", ["zeros", "trained"])
 def test_the_command(tmp_path, router):
     model, text = save_tiny(tmp_path / "tiny", LLAMA), tmp_path / "text.txt"
     text.write_text(TEXT)
-    keys = {"config.experts": 4, "config.calibration": str(text), "config.router": router}
-    keys |= {"config": "configs/experts.py:partition", "config.model": str(model)}
-    done = run_script("compress", workdir=str(tmp_path / "run"), **keys)
+    command = ("--config=configs/experts.py:partition", f"--workdir={tmp_path / 'run'}")
+    keys = {"experts": 4, "calibration": text, "router": router, "model": model}
+    done = run_script("compress", *command, **keys)
     assert done.code == 0, done.err
     assert "partition: 4 experts, 4 per token" in done.out
     same(load_model(tmp_path / "run" / "model"), load_model(model), 1e-4)
@@ -361,8 +364,8 @@ def test_errors_name_the_way_out():
     refused("lora_a: fold the model first", fh.partition, fh.lora(dense, 2, targets="ffn/")[0], 4)
     bert = dataclasses.replace(model_of("bert", np.float32), tokenizer=byte_tokenizer())
     refused("is an encoder and writes nothing", fh.partition, bert, 4, shared=1, calibration="own")
-    few = dict(inputs=np.ones((9, 2)), sums=np.ones((9, 2)), centroids=np.ones((2, 2)), top_k=1)
-    refused("9 tokens: a router needs at least 20", moefication.train_router, **few)
+    few = np.ones((9, 2)), np.ones((9, 2)), np.ones((2, 2)), 1
+    refused("9 tokens: a router needs at least 20", moefication.train_router, *few)
 
 
 # ---- published models
@@ -390,4 +393,4 @@ def test_smollm2_of_eight_experts(smollm2_gguf, shared_data, tmp_path):
     model = load_model(tmp_path / "model")
     assert model.config.family == "mixtral" and set(model.config.ffn_widths) == {192}
     settings = {"path": shared_data / "wikitext2" / "test.raw.txt", "max_windows": 40}
-    assert fh.perplexity(model, **settings) == pytest.approx(28.97, rel=1e-4 + 0.005 / 28.97)
+    assert fh.perplexity(model, **settings) == pytest.approx(28.9650, rel=1e-4)

@@ -10,10 +10,8 @@ from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.leaves import required
 
 Arrays = list[np.ndarray]
-# Prefix of an expert's leaves in tables of names.
-EXPERT = "layers/{i}/experts/{e}/"
-# Prefix of the names of experts' tensors in families without experts.
-OWN = "ffn_heterogeneity."
+# Prefixes of an expert's leaves in tables of names, and of our own names for experts.
+EXPERT, OWN = "layers/{i}/experts/{e}/", "ffn_heterogeneity."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +65,8 @@ def one_to_one(config: ModelConfig, names: Mapping[str, str], but: str = "(?!)")
     """Return one rule per leaf from a table {path with "{i}" for the layer: name with "{i}"}.
 
     Leaves of experts are "layers/{i}/experts/{e}/..." in the table; their names have "{e}" where a
-    file has one tensor per expert. Leaves whose path matches the regex `but` need other rules. A
-    table without experts is that of a dense family: experts and routers then have names of our own
-    (`OWN`), one tensor per leaf, which no other library reads.
+    file has one tensor per expert. Leaves whose path matches the regex `but` need other rules. If
+    the table has no experts, their layers' FFN leaves have our own names (`OWN`), one tensor each.
 
     Raises:
       ConfigError: the config has a leaf that the table does not name.
