@@ -250,5 +250,7 @@ def _routers(
 def _ordered(ffn: dict, groups: np.ndarray) -> dict:
     """The dense block with the neurons of each expert next to each other; the same function."""
     order = groups.reshape(-1)
-    ordered = {name: {leaf: x[..., order] for leaf, x in ffn[name].items()} for name in ffn}
-    return ordered | {"down": ffn["down"] | {"kernel": ffn["down"]["kernel"][order]}}
+    block = {"down": ffn["down"] | {"kernel": ffn["down"]["kernel"][order]}}
+    for name in ffn.keys() - block.keys():
+        block[name] = {leaf: x[..., order] for leaf, x in ffn[name].items()}
+    return block

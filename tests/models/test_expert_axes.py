@@ -130,6 +130,7 @@ def test_every_family_writes_experts_and_reads_them(tmp_path, name):
     read, again = read_pretrained(tmp_path / "model")
     assert read == config
     jax.tree.map(np.testing.assert_array_equal, again, params)
+    sparse = with_experts(tiny_of(name, 4), shared=1)
     with pytest.raises(CheckpointError, match=f"cannot express this {name} model"):
         save_gguf(sparse, random_params(sparse), tmp_path / "model.gguf")
 

@@ -14,7 +14,6 @@ from tiny_models import (
     random_params,
     run_script,
     save_tiny,
-    save_tiny_reader,
     tiny_of,
     torch_logits,
     torch_model,
@@ -318,17 +317,6 @@ def test_the_command(tmp_path, router):
     assert done.code == 0, done.err
     assert "partition: 4 experts, 4 per token" in done.out
     same(load_model(tmp_path / "run" / "model"), load_model(model), 1e-4)
-
-
-def test_an_encoders_calibration_rows(tmp_path):
-    model = load_model(save_tiny_reader(tmp_path / "bert"))
-    (tmp_path / "text.txt").write_text(TEXT)
-    rows = calibration_rows(model, str(tmp_path / "text.txt"), 600)
-    assert [len(row) for row in rows] == [64] * 9 + [44]
-    assert {(row[0], row[-1]) for row in rows} == {(0, 1)}
-    refused(
-        "tokens, 900,000 are needed", calibration_rows, model, str(tmp_path / "text.txt"), 900_000
-    )
 
 
 @pytest.mark.parametrize("name", ["partition", "upcycle"])
