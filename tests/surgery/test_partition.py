@@ -310,7 +310,7 @@ def test_transformers_loads_the_experts(torch, tmp_path, family):
 @pytest.mark.parametrize("router", ["zeros", "trained"])
 def test_the_command(tmp_path, router):
     model, text = save_tiny(tmp_path / "tiny", LLAMA), tmp_path / "text.txt"
-    text.write_text(TEXT)
+    text.write_text(TEXT * 4)
     command = ("--config=configs/experts.py:partition", f"--workdir={tmp_path / 'run'}")
     keys = {"experts": 4, "calibration": text, "router": router, "model": model}
     done = run_script("compress", *command, **keys)
