@@ -12,8 +12,8 @@ Functions take the model as their first argument:
 - read and write: `load_model`, `save_model`, `push` (to the Hugging Face hub);
 - use: `generate`, `classify`, `hidden_states`; `model(ids)` returns logits;
 - measure: `perplexity`, `analyze`;
-- change, to (new model, report): `prune`, `fuse`, `merge_experts`, `attack`,
-  `lora`, `fold`;
+- change, to (new model, report): `prune`, `fuse`, `attack`, `lora`, `fold`; with experts:
+  `experts` (removes some), `merge_experts`, `partition`, `upcycle`;
 - train: `fit`; run any command of `ffnh`: `run`; read results: `results`, `curves`.
 
 `fh.train`, `fh.evaluate` and `fh.report` are packages of modules, not functions. docs/python.md
@@ -27,7 +27,7 @@ from typing import Any
 __version__ = "0.2.0"
 _FACE = ("load_model", "save_model", "generate", "perplexity", "classify", "hidden_states")
 _FACE += ("prune", "fuse", "attack", "lora", "fold", "fit", "analyze", "push", "run", "results")
-_FACE += ("curves", "ffn", "experts", "merge_experts")
+_FACE += ("curves", "ffn", "experts", "merge_experts", "partition", "upcycle")
 _ROOMS = ("adapters", "bench", "data", "evaluate", "io", "losses", "models", "parallel", "probes")
 _ROOMS += ("report", "surgery", "train")
 __all__ = ["__version__", *_FACE, *_ROOMS]

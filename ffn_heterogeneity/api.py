@@ -212,6 +212,34 @@ def merge_experts(
     return _operate("merge_experts", model, {"method": method, "ratio": ratio, **settings})
 
 
+def partition(
+    model: Model, experts: int = 8, top_k: int | None = None, router: str = "zeros", **settings: Any
+) -> Made:
+    """Divide each layer's FFN neurons into experts; return (the new model, a report).
+
+    Args:
+      experts, top_k, router, settings: those of `surgery.partition.Partition`, as in
+        configs/experts.py: shared, layers, calibration, seed ...
+
+    Raises:
+      ValueError: as the surgery.
+    """
+    given = {"experts": experts, "top_k": top_k, "router": router}
+    return _operate("partition", model, {**given, **settings})
+
+
+def upcycle(model: Model, experts: int = 8, top_k: int = 2, **settings: Any) -> Made:
+    """Copy each layer's FFN into experts; return (the new model, with equal outputs, a report).
+
+    Args:
+      experts, top_k, settings: those of `surgery.upcycle.Upcycling`: layers, noise, seed.
+
+    Raises:
+      ValueError: as the surgery.
+    """
+    return _operate("upcycle", model, {"experts": experts, "top_k": top_k, **settings})
+
+
 def attack(model: Model, k: int = 5, **settings: Any) -> Made:
     """Zero the k massive weights, or all others; return (the new model, a report of their place).
 

@@ -94,6 +94,8 @@ def test_verbs_are_the_surgeries(tmp_path):
     named = {
         "prune": {"criterion": "gini", "ratio": 0.5, "layers": "top"},
         "fuse": {"method": "merged", "ratio": 0.5, "seed": 3},
+        "partition": {"experts": 4, "top_k": 2, "router": "means", "layers": "top"},
+        "upcycle": {"experts": 2, "top_k": 1, "noise": 1.0},
         "attack": {"k": 1, "attack": "retain"},
         "lora": {"rank": 2, "targets": "ffn/"},
     }

@@ -44,6 +44,8 @@ def test_a_surgery_refuses_a_slip(name, typed, meant):
 def test_what_is_left_out_is_as_in_the_config(name):
     if name in ("prune", "attack", "fuse"):
         config = config_of(name)
+    elif name in ("partition", "upcycle"):
+        config = config_of("experts", name)
     else:
         config = config_of("nucl_finetune", EVERYTHING).get(name, {})
     assert SURGERIES[name].read(config) == SURGERIES[name].check({})

@@ -103,6 +103,10 @@ def describe(name: str, results: dict) -> str:
     if "k" in results:
         indices = ", ".join(map(str, results["indices"][:3])) + (", .." if results["k"] > 3 else "")
         return f"{results['attack']} {results['k']} of layer {results['layer']} ({indices})"
+    if "active_parameters" in results:
+        before, active = results["parameters_before"], results["active_parameters"]
+        counts = f"{results['experts']} experts, {results['top_k'] + results['shared']} per token"
+        return f"{name}: {counts}: {active:,} of {before:,} parameters active"
     if "parameters_removed_percent" not in results:
         return name
     what = f"compressed by {results.get('method')}"

@@ -78,6 +78,8 @@ def route(layer: LayerConfig, router: Mapping[str, Any], x_btd: jax.Array) -> Ro
     x = x_btd.reshape(-1, x_btd.shape[-1])
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if layer.router == "mlp":
+        squares = jnp.sum(x * x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.maximum(squares, jnp.finfo(x.dtype).tiny))
         x = jnp.tanh(product(router["hidden"], x, _wide_dot))
     logits = product({k: v for k, v in router.items() if k != "hidden"}, x, _wide_dot)
     logits = logits.reshape(*x_btd.shape[:-1], -1)

@@ -60,7 +60,7 @@ class LayerConfig:
         gate 1.
       routes: R, the number of router columns; None: one for each expert that is not shared. Other
         numbers need the leaf `ffn/expert_of`, the expert of each column (merged experts).
-      router: "linear", x R, or "mlp", tanh(x A) R (Moefication).
+      router: "linear", x R, or "mlp", tanh(x A / |x|) R (Moefication).
       constants: the router's last columns that have the leaf `ffn/constant`, a vector each, in
         place of an expert (MoNE).
     """

@@ -20,10 +20,12 @@ from ffn_heterogeneity.surgery import (
     experts,
     fuse,
     merge_experts,
+    partition,
     reduce,
     sparsity,
     teacher,
     truncate,
+    upcycle,
 )
 from ffn_heterogeneity.wording import settings_from, settings_of
 
@@ -78,6 +80,8 @@ SURGERIES = {
         Surgery("gates", sparsity.insert_gates, sparsity.Gates, abstract=True),
         Surgery("attack", attack.attack, attack.Attack),
         Surgery("truncate", truncate.truncate, truncate.Truncation, abstract=True),
+        Surgery("partition", partition.partition, partition.Partition, True, partition.assumed),
+        Surgery("upcycle", upcycle.upcycle, upcycle.Upcycling, abstract=True),
         Surgery("teacher", teacher.insert_teacher, teacher.Teacher, abstract=True),
         Surgery("merge_experts", merge_experts.merge_experts, merge_experts.Merging),
         Surgery("fold", adapt.fold_all, adapt.Nothing),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ffn_heterogeneity.data.packing import encode
 from ffn_heterogeneity.data.sources import read_utf8
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.io.load import Model
@@ -30,23 +31,16 @@ def check_calibration(asked: Any, chooser: str = "") -> None:
     Raises:
       ValueError: calibration text is missing or too short, or `sequential` has nothing to act on.
     """
-    who, tokens = chooser, asked.calibration_tokens
+    who = chooser
     if asked.compensation in METHODS:
         who = who or f"compensation {asked.compensation!r}"
     elif asked.sequential:
         raise ValueError(f"sequential=True works only with compensation {', '.join(METHODS)}")
-    check_text(who, asked.calibration, tokens)
+    check_text(who, asked.calibration, asked.calibration_tokens)
 
 
 def check_text(who: str, calibration: str, tokens: int | None) -> None:
-    """Check that there is calibration text for its user, and that it is long enough.
-
-    Args:
-      who: e.g. "criterion 'flap'"; "": nothing needs text.
-
-    Raises:
-      ValueError: calibration text is missing or too short.
-    """
+    """Raise ValueError if the user `who` ("": nothing) has no calibration text, or too little."""
     if who and not calibration:
         raise ValueError(
             f"{who} needs calibration text: give --config.calibration=<text file>, or "
@@ -60,6 +54,8 @@ def calibration_rows(
     model: Model, calibration: str, tokens: int | None = None, seed: int = 0
 ) -> Sequence[np.ndarray]:
     """Return rows of token ids, each bos and at most 512 tokens, with `tokens` tokens in all.
+
+    An encoder's rows have its first and last special token ([CLS], [SEP]) and fit its positions.
 
     Args:
       calibration: a UTF-8 text file; "own" for self-generated text (`own_text.own_rows`); or a
@@ -77,6 +73,8 @@ def calibration_rows(
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer to read the calibration text with")
     windows, rest = divmod(tokens or TOKENS, WINDOW)
+    if model.config.is_encoder:
+        return _encoder_rows(model, calibration, tokens or TOKENS)
     if rest:
         raise ValueError(f"calibration_tokens={tokens}: expected a multiple of {WINDOW}")
     rows = text_windows(read_utf8(calibration), model.tokenizer, WINDOW, max_windows=windows)
@@ -84,6 +82,20 @@ def calibration_rows(
         needed = f"{windows} are needed for {windows * WINDOW:,} tokens"
         raise ValueError(f"{calibration}: {len(rows)} windows of {WINDOW} tokens, {needed}")
     return list(rows)
+
+
+def _encoder_rows(model: Model, path: str, tokens: int) -> list[np.ndarray]:
+    tokenizer = model.tokenizer
+    first = tokenizer.bos_token_id if tokenizer.cls_token_id is None else tokenizer.cls_token_id
+    last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
+    if first is None or last is None:
+        raise ValueError(f"{model.source}: its tokenizer has no first and last special token")
+    ids = np.asarray(encode(tokenizer, read_utf8(path)), np.int32)[:tokens]
+    if len(ids) < tokens:
+        raise ValueError(f"{path}: {len(ids):,} tokens, {tokens:,} are needed")
+    window = min(WINDOW, model.config.row_limit - 2)
+    parts = (ids[start : start + window] for start in range(0, tokens, window))
+    return [np.asarray([first, *part, last], np.int32) for part in parts]
 
 
 def write_rows(path: Path, rows: Sequence[np.ndarray]) -> None:

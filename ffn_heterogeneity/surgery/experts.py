@@ -15,7 +15,7 @@ from ffn_heterogeneity.models.walk import blocks_of
 from ffn_heterogeneity.probes.experts import expert_probe
 from ffn_heterogeneity.probes.observe import observe, token_batches
 from ffn_heterogeneity.surgery.attack import massive_weights
-from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows
+from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_text
 from ffn_heterogeneity.surgery.expert_scores import ON_TEXT, RULES, bos_experts, expert_scores
 from ffn_heterogeneity.surgery.seen import BATCH, unvisited
 from ffn_heterogeneity.surgery.selection import layer_subset, removal_count
@@ -56,12 +56,8 @@ class ExpertRemoval:
             object.__setattr__(self, "ratio", None)
         else:
             removal_count(1, ratio=self.ratio)
-        if self.needs_text and not self.calibration:
-            who = f"rule {self.rule!r}" if self.rule in ON_TEXT else "constant=True"
-            raise ValueError(
-                f"{who} needs calibration text: give --config.calibration=<text file>, or own for "
-                "self-generated text"
-            )
+        who = f"rule {self.rule!r}" if self.rule in ON_TEXT else "constant=True"
+        check_text(who if self.needs_text else "", self.calibration, self.calibration_tokens)
 
     @property
     def needs_text(self) -> bool:

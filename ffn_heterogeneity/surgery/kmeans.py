@@ -24,7 +24,7 @@ import numpy as np
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery.weights import CACHED, blocks
 
-MAX_STEPS = 300
+MAX_STEPS, MAX_ASSIGNMENTS = 300, 50
 TOLERANCE = 1e-4  # times the mean variance of a coordinate: as in scikit-learn (the paper's code)
 ZERO = 1e-6  # a squared distance below this share of the norms is 0: duplicates stay duplicates
 MAX_BYTES = 4 << 30  # of K
@@ -242,3 +242,35 @@ def _filled(labels: jax.Array, apart: jax.Array, c: int) -> jax.Array:
         return labels.at[farthest].set(jnp.argmin(now).astype(labels.dtype))
 
     return jax.lax.while_loop(lambda labels: sizes(labels).min() == 0, fill, labels)
+
+
+# ---- clusters of equal size
+
+
+def balanced(points: np.ndarray, c: int, seed: int = 0) -> tuple[np.ndarray, float]:
+    """Balanced k-means: c clusters of exactly m / c points, from the centroids of plain k-means.
+
+    Each step assigns the points so that the sum of the squared distances is least (scipy's
+    `linear_sum_assignment` on every centroid repeated m / c times), and then computes the means. It
+    ends when no point moves, or after 50 steps.
+
+    Args:
+      points: [m, p]; c divides m.
+
+    Returns:
+      (the cluster of each point, int [m]; the sum of the squared distances to the centroids over
+      the sum of the points' squares).
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    points = points.astype(np.float64)
+    size, labels = len(points) // c, np.full(len(points), -1)
+    centroids = cluster(points, c, seed=seed).centroids
+    for _ in range(MAX_ASSIGNMENTS):
+        costs = np.sum(centroids**2, axis=1) - 2 * points @ centroids.T
+        before, labels = labels, linear_sum_assignment(np.repeat(costs, size, axis=1))[1] // size
+        centroids = np.stack([points[labels == one].mean(0) for one in range(c)])
+        if np.array_equal(labels, before):
+            break
+    total = np.sum(points**2)
+    return labels, float(np.sum((points - centroids[labels]) ** 2) / total) if total else 0.0

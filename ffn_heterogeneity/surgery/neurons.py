@@ -6,7 +6,7 @@ import numpy as np
 
 from ffn_heterogeneity.adapters import KERNEL_LEAVES
 from ffn_heterogeneity.io.assemble import all_finite
-from ffn_heterogeneity.tree import flatten
+from ffn_heterogeneity.tree import flatten, is_abstract
 
 # A part of a neuron's row: (module, leaf) in the block.
 Part = tuple[str, str]
@@ -21,7 +21,7 @@ def plain(ffn: dict, layer: int, allowed: Sequence[str] = ()) -> dict:
     for path, leaf in flatten(ffn).items():
         if path.split("/")[-1] not in (*KERNEL_LEAVES, *allowed):
             raise ValueError(f"layer {layer} has ffn/{path}: fold the model first (surgery fold)")
-        if not all_finite(np.asarray(leaf)):
+        if not is_abstract(leaf) and not all_finite(np.asarray(leaf)):
             raise ValueError(f"layer {layer}: ffn/{path} holds NaN or infinity: check the file")
     return ffn
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +19,7 @@ from ffn_heterogeneity.probes.observe import observe, token_batches
 from ffn_heterogeneity.surgery.attack import massive_weights
 
 BATCH = 4  # rows per batch
+ACTIVE = 10  # neurons per token that count as active (CMoE's K_a)
 
 
 def seen_states(
@@ -115,3 +117,33 @@ def _sums_of(width: int) -> Probe:
         return sums | {"tokens": jnp.sum(real)}
 
     return Probe("ffn_sums", function)
+
+
+def activation_rates(
+    config: ModelConfig, params: dict, rows: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Share of tokens on which a neuron has one of the 10 largest |h|, float64 [m] per layer.
+
+    Over all tokens but the first of each row.
+
+    Args:
+      rows: as for `seen_states`.
+    """
+    probe = _active_of(max(config.ffn_widths))
+    counts = observe(config, params, token_batches(rows, BATCH), probe)[probe.name]
+    widths = zip(counts["active"], counts["tokens"], config.ffn_widths, strict=True)
+    return [active[:width] / tokens for active, tokens, width in widths]
+
+
+@functools.cache
+def _active_of(width: int) -> Probe:
+    """Probe for how often each neuron is active, float32 [width], and "tokens"."""
+
+    def function(seen, batch, per_layer):
+        real = (batch["segment_ids"][:, 1:] > 0).astype(jnp.float32)
+        state = jnp.abs(seen.require_state()[:, 1:].astype(jnp.float32))
+        _, index = jax.lax.top_k(state, min(ACTIVE, state.shape[-1]))
+        marks = jnp.broadcast_to(real[..., None], index.shape)
+        return {"active": jnp.zeros(width).at[index].add(marks), "tokens": jnp.sum(real)}
+
+    return Probe("active", function)

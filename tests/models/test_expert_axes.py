@@ -13,7 +13,10 @@ from tiny_models import LLAMA, WIDE, batch_of, random_params, tiny_of, with_expe
 from tiny_runs import refused
 
 from ffn_heterogeneity.adapters import nf4
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.gguf.export import save_gguf
 from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.hf.read import read_pretrained
 from ffn_heterogeneity.io.hf.structure import fold
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.nucl import nucl, nucl_term
@@ -118,15 +121,18 @@ def test_a_mesh_cuts_experts_or_their_neurons(experts, cut):
     assert tuple(placed[f"{slot}/router/kernel"].spec) == (None, "fsdp", None)
 
 
-def test_no_family_writes_experts_as_transposed_kernels(tmp_path):
-    for name, family in families.FAMILIES.items():
-        if family.stacked:
-            continue  # it has names for them
-        with pytest.raises(ConfigError, match="axis 'expert' of layers/0/ffn/up/kernel"):
-            family.rules(with_experts(tiny_of(name)))
-    with pytest.raises(ConfigError, match="axis 'expert' of layers/0/ffn/up/kernel"):
-        save_pretrained(SPARSE, random_params(SPARSE), tmp_path / "model", export="native")
-    assert not (tmp_path / "model").exists()
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_family_writes_experts_and_reads_them(tmp_path, name):
+    """Families without experts use names of our own, also next to dense layers; no GGUF."""
+    sparse = with_experts(tiny_of(name, 4), router="mlp", gates="none", shared=1)
+    config = dataclasses.replace(sparse, layers=(tiny_of(name).layers[0], *sparse.layers[1:]))
+    save_pretrained(config, params := random_params(config), tmp_path / "model")
+    read, again = read_pretrained(tmp_path / "model")
+    assert read == config
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    sparse = with_experts(tiny_of(name, 4), shared=1)
+    with pytest.raises(CheckpointError, match=f"cannot express this {name} model"):
+        save_gguf(sparse, random_params(sparse), tmp_path / "model.gguf")
 
 
 def test_every_expert_draws_its_own_lora():

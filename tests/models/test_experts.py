@@ -58,7 +58,8 @@ def formula(layer, ffn, x_btd):
     for b, t in np.ndindex(x_btd.shape[:2]):
         x = x_btd[b, t]
         router = ffn["router"]
-        z = np.tanh(x @ router["hidden"]["kernel"]) if layer.router == "mlp" else x
+        unit = x / np.linalg.norm(x)
+        z = np.tanh(unit @ router["hidden"]["kernel"]) if layer.router == "mlp" else x
         z = z @ router["kernel"]
         p = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
         chosen = np.argsort(-p, kind="stable")[: layer.top_k]

@@ -18,7 +18,7 @@ from ffn_heterogeneity.io.gguf.export import save_gguf
 
 PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md", "docs/five.md")
 HOWTO = ("prune", "shrink", "classify", "adapt", "pretrain", "evaluate", "reproduce", "add-a-loss")
-PAGES += tuple(f"docs/howto/{name}.md" for name in (*HOWTO, "slurm", "report"))
+PAGES += tuple(f"docs/howto/{name}.md" for name in (*HOWTO, "experts", "slurm", "report"))
 OWN = "docs/howto/your-own.md"  # run from the wheel, tests/launch/test_console.py
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
 # Settings that are appended to all commands that match.

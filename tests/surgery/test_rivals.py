@@ -2,10 +2,19 @@
 
 import numpy as np
 import pytest
-from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, save_tiny, torch_model
+from tiny_models import (
+    LLAMA,
+    TEXT,
+    byte_tokenizer,
+    config_of,
+    random_params,
+    save_tiny,
+    save_tiny_reader,
+    torch_model,
+)
 from tiny_runs import refused
 
-from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.surgery import SURGERIES
@@ -184,3 +193,14 @@ def test_a_criterion_of_ones_own_is_given_activations(params, monkeypatch):
 def test_an_activation_that_was_not_taken(params):
     ffn = unstack(params)["layers"][0]["ffn"]
     refused("layer 0: this criterion needs activations", layer_scores, "bos", ffn, layer=0)
+
+
+def test_an_encoders_calibration_rows(tmp_path):
+    model = load_model(save_tiny_reader(tmp_path / "bert"))
+    (tmp_path / "text.txt").write_text(TEXT)
+    rows = calibration_rows(model, str(tmp_path / "text.txt"), 600)
+    assert [len(row) for row in rows] == [64] * 9 + [44]
+    assert {(row[0], row[-1]) for row in rows} == {(0, 1)}
+    refused(
+        "tokens, 900,000 are needed", calibration_rows, model, str(tmp_path / "text.txt"), 900_000
+    )

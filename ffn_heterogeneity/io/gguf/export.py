@@ -64,6 +64,8 @@ def save_gguf(
             f"{_CANNOT.format(config.family)}: its layers have no rotary embedding"
         )
     family = family_by_name(config.family)
+    if not family.stacked and any(layer.experts is not None for layer in config.layers):
+        raise CheckpointError(f"{_CANNOT.format(config.family)}: llama.cpp's has no experts")
     leaves = checked_leaves(config, unstack(jax.tree.map(np.asarray, params)))
     architecture = family.gguf_architecture or family.name
     if not config.uniform_width:

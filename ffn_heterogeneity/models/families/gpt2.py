@@ -117,8 +117,10 @@ def _conv1d(paths: list[str], name: str, shapes: Mapping[str, tuple[int, ...]]) 
 def _rules(config: ModelConfig) -> list[rules.Rule]:
     shapes = expected_shapes(config)
     all_rules = rules.one_to_one(config, _NAMES, but=r"/(attention|ffn)/(q|k|v|out|up|down)/")
-    for i in range(config.n_layers):
+    for i, layer in enumerate(config.layers):
         for module, places in _CONV1D.items():
+            if layer.experts is not None and module.startswith("mlp"):
+                continue  # named by `one_to_one`
             for leaf, tensor in (("kernel", "weight"), ("bias", "bias")):
                 paths = [f"layers/{i}/{place}/{leaf}" for place in places]
                 if paths[0] in shapes:

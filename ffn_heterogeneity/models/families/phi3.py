@@ -58,6 +58,8 @@ def _rules_of(names: Mapping[str, str], qkv: str, gate_up: str):
         for i, width in enumerate(config.ffn_widths):
             paths = [f"layers/{i}/attention/{name}/kernel" for name in heads]
             all_rules.append(rules.stacked(paths, qkv.format(i=i), rows))
+            if config.layers[i].experts is not None:
+                continue  # named by `one_to_one`
             paths = [f"layers/{i}/ffn/{name}/kernel" for name in ("gate", "up")]
             all_rules.append(rules.stacked(paths, gate_up.format(i=i), [width, width]))
         return all_rules

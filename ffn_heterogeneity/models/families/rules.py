@@ -10,8 +10,8 @@ from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.leaves import required
 
 Arrays = list[np.ndarray]
-# Prefix of an expert's leaves in tables of names.
-EXPERT = "layers/{i}/experts/{e}/"
+# Prefixes of an expert's leaves in tables of names, and of our own names for experts.
+EXPERT, OWN = "layers/{i}/experts/{e}/", "ffn_heterogeneity."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +65,17 @@ def one_to_one(config: ModelConfig, names: Mapping[str, str], but: str = "(?!)")
     """Return one rule per leaf from a table {path with "{i}" for the layer: name with "{i}"}.
 
     Leaves of experts are "layers/{i}/experts/{e}/..." in the table; their names have "{e}" where a
-    file has one tensor per expert. Leaves whose path matches the regex `but` need other rules.
+    file has one tensor per expert. Leaves whose path matches the regex `but` need other rules. If
+    the table has no experts, their layers' FFN leaves have our own names (`OWN`), one tensor each.
 
     Raises:
-      ConfigError: the config has a leaf that the table does not name, or experts.
+      ConfigError: the config has a leaf that the table does not name.
     """
-    rules = []
-    sparse = [i for i, layer in enumerate(config.layers) if layer.experts is not None]
-    if sparse and not any(key.startswith(EXPERT) for key in names):
-        leaf = f"layers/{sparse[0]}/ffn/up/kernel"
-        raise ConfigError(f"family {config.family!r} has no rule for the axis 'expert' of {leaf}")
+    rules, dense = [], not any(key.startswith(EXPERT) for key in names)
     for path, leaf, layer in required(config):
+        if dense and layer and layer.experts is not None and "/ffn/" in path:
+            rules.append(one_tensor(path, OWN + path.replace("/", ".")))
+            continue
         if re.search(but, path):
             continue
         key = re.sub(r"layers/\d+/", EXPERT if "expert" in leaf.axes else "layers/{i}/", path)
