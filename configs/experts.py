@@ -120,8 +120,9 @@ def get_config(surgery: str = "partition") -> ConfigDict:
     config.update({"surgery": surgery, **KEYS[surgery]()})
     # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
     config.dtype = "as_read"
-    # auto | padded | native. Padded writes a merged expert once per router column. Llamas and Mistrals of experts are Mixtrals for other tools, Qwen3s Qwen3-MoEs,
-    # if all of their layers have equal experts and linear routers, and none is shared.
+    # auto | padded | native. Padded writes a merged expert once per router column. Llamas and
+    # Mistrals of experts are Mixtrals for other tools, Qwen3s Qwen3-MoEs, if all of their layers
+    # have equal experts and linear routers, and none is shared.
     config.export = "auto"
     config.push = ""  # <owner>/<name>: the model goes to the Hugging Face hub, too
     return config

@@ -54,9 +54,10 @@ def assert_same(streamed, in_memory, but=NOT_OURS):
 
 def both(tmp_path, source, **changes) -> tuple[dict, dict]:
     """Results of scripts/compress.py in memory and streaming; checks that the files are equal."""
-    results = []
+    results, changes = [], {"base": "prune", "argument": None} | changes
+    base = changes.pop("base"), changes.pop("argument")
     for name, streaming in (("memory", False), ("stream", True)):
-        config = config_of("prune", model=str(source), streaming=streaming, **changes)
+        config = config_of(*base, model=str(source), streaming=streaming, **changes)
         results.append(compress.run(config, tmp_path / name))
     assert_same(tmp_path / "stream/model", tmp_path / "memory/model")
     for name, result in zip(("memory", "stream"), results, strict=True):
@@ -101,6 +102,19 @@ def test_every_way(model, tmp_path, changes):
 
 
 @pytest.mark.parametrize("export", ["auto", "padded"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("rule", ["aimer", "entropy", "random"])
+def test_experts(tmp_path, family, rule):
+    source = save_tiny(tmp_path / "model", tiny_of(family))
+    changes = {"rule": rule, "count": 2, "layers": "1-3", "argument": "experts", "base": "experts"}
+    results = both(tmp_path, source, **changes)
+    assert list(map(len, results["removed_experts"])) == [0, 2, 2, 2, 0, 0]
+    ranking = (tmp_path / "stream/ranking.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in ranking] == results["ranking"]
+    with pytest.raises(ValueError, match="streaming=True never loads the whole model"):
+        both(tmp_path, source, **changes | {"rule": "reap", "calibration": "own"})
+
+
 def test_layers_of_unequal_width(tmp_path, export):
     """From a native directory; untouched layers are padded too."""
     config = dataclasses.replace(
