@@ -32,7 +32,10 @@ SOURCES = {
         ("lesions-*",),
     ),  # of no run: printed numbers
     "jreg": (("jreg_*",), ("lesions-*",)),
-    "massive_weights": (("massive_*", "macdrop*", "table_4_smollm2*"), ("lesions-*",)),
+    "massive_weights": (
+        ("massive_*", "macdrop*", "table_4_smollm2*", "own_removal_rules"),
+        ("lesions-*",),
+    ),
     "p32": (("p32_mrpc_qwen", "p32_rates", "p32_chosen"), ("p32-*",)),
     "mlp_fusion": (("recover_spread",), ("fusion-*", "ntk-*", "own-recover*", "webnlg-*")),
 }
