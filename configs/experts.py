@@ -4,10 +4,8 @@ Command:   python scripts/compress.py --config=configs/experts.py:partition --co
              --config.experts=8 --config.top_k=8 --config.router=zeros
            python scripts/compress.py --config=configs/experts.py:upcycle --config.model=<any> \
              --config.experts=8
-           python scripts/compress.py --config=configs/experts.py:experts --config.model=<any> \
-             --config.rule=reap --config.ratio=0.5 --config.calibration=<text>
-           python scripts/compress.py --config=configs/experts.py:merge_experts \
-             --config.model=<any> --config.method=m_smoe --config.calibration=<text>
+           python scripts/compress.py --config=configs/experts.py:experts --config.model=<any>
+           (keys rule, ratio, calibration ...), or :merge_experts (method, ratio ...)
 Hardware:  any CPU with the model's size in memory three times (upcycle: and all copies), and
            8 m^2 bytes of a layer's m neurons (19 MB for SmolLM2).
 Hours:     two minutes for SmolLM2-135M on one core.

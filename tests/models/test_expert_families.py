@@ -25,6 +25,7 @@ from ffn_heterogeneity.models.families import config_from_hf, config_to_hf
 from ffn_heterogeneity.models.leaves import count_parameters
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.surgery.calibration import write_rows
 from ffn_heterogeneity.surgery.reduce import prune, reduce_model
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.surgery.streaming import compress_directory, open_checkpoint
@@ -156,7 +157,9 @@ def test_removal_that_does_not_support_experts(tmp_path):
     words = "budget='global': layer 0 has experts"
     refused(words, reduce_model, config, params, plan)
     refused(words, compress_directory, tmp_path / "model", tmp_path / "pruned", plan)
-    refused("supports dense models", prune, model, {"protect": "bos:5"})
+    words = "no token is sent to . of 4 experts"
+    write_rows(rows := tmp_path / "rows.jsonl", [np.array([0, 5])])
+    refused(words, prune, model, {"criterion": "flap", "calibration": str(rows)})
     settings = {"compensation": "state_ridge", "calibration": "own"}
     refused("supports dense layers, and layer 0 has", prune, model, settings)
 

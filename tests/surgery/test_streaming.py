@@ -101,7 +101,6 @@ def test_every_way(model, tmp_path, changes):
     both(tmp_path, model, **changes)
 
 
-@pytest.mark.parametrize("export", ["auto", "padded"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("rule", ["aimer", "entropy", "random"])
 def test_experts(tmp_path, family, rule):
@@ -115,6 +114,7 @@ def test_experts(tmp_path, family, rule):
         both(tmp_path, source, **changes | {"rule": "reap", "calibration": "own"})
 
 
+@pytest.mark.parametrize("export", ["auto", "padded"])
 def test_layers_of_unequal_width(tmp_path, export):
     """From a native directory; untouched layers are padded too."""
     config = dataclasses.replace(

@@ -115,7 +115,7 @@ SETTINGS = {
     "merge_experts": {"calibration_tokens": 512},
 }
 MIXTRAL = tiny_models.with_experts(dataclasses.replace(LLAMA, family="mixtral"))
-MODELS = {"nf4": WIDE, "merge_experts": MIXTRAL}
+MODELS = {"nf4": WIDE, "merge_experts": MIXTRAL, "experts": MIXTRAL}
 
 
 @pytest.mark.parametrize("name", SURGERIES)
