@@ -67,6 +67,9 @@ def lesions(settings: LesionSettings, model: Model, workdir: epath.Path) -> dict
     """
     model, _ = fold_all(model)
     require_language_model(model.config, "the NLL of lesions")
+    sparse = [i for i, layer in enumerate(model.config.layers) if layer.experts is not None]
+    if sparse:
+        raise ValueError(f"layer {sparse[0]} has experts: lesions support dense models")
     massive = massive_weights(model.config, model.params, settings.layer, settings.token)
     blocks = {place.layer: block for place, block in ffn_blocks(model.config, model.params)}
     chosen = draw_neurons(model.config, massive.layer, settings.others, settings.seed)

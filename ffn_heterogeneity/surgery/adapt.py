@@ -142,6 +142,8 @@ def insert_macdrop(
         massive = massive_weights(model.config, model.params, settings.layer, settings.token)
         layer, indices = massive.layer, massive.indices
     k = settings.k
+    if model.config.layers[layer].experts is not None:
+        raise ValueError(f"layer {layer} (from 0) has experts: MacDrop supports dense layers")
     if k > len(indices):
         raise ValueError(f"k={k}: layer {layer} (from 0) has {len(indices)} neurons")
     rows = {"massive": indices[:k], "layer": indices, "others": indices[k:]}[settings.scope]

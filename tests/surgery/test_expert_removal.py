@@ -292,6 +292,20 @@ def loud(model, layer, expert, neuron):
     return dataclasses.replace(model, params=restack(model.config, tree))
 
 
+def test_what_supports_dense_layers_alone_says_so(tmp_path):
+    model, text = model_of(), {"calibration": saved(ROWS)}
+    with pytest.raises(ValueError, match="has experts: MacDrop supports dense layers"):
+        SURGERIES["macdrop"](model, {"layer": 1})
+    with pytest.raises(ValueError, match="supports dense layers, and layer 1 has experts"):
+        SURGERIES["prune"](model, {"compensation": "state_ridge", "layers": [1]} | text)
+    family = dataclasses.replace(model.config, family="mixtral", layers=(MIXED.layers[1],) * 4)
+    both = Model(family, random_params(family), byte_tokenizer(), "tiny")
+    fh.save_model(both, tmp_path / "model")
+    with pytest.raises(ValueError, match="layer 0 has experts: lesions support dense models"):
+        settings = {"model": str(tmp_path / "model"), "text": text_file()}
+        fh.run("evaluate", "analyze:lesions", tmp_path / "run", settings)
+
+
 def test_the_massive_expert_is_found_attacked_and_protected():
     model = model_of(seed=SEED)
     bos = expert_sums(MIXED, model.params, [np.array([0, 0])])[1]["tokens"]
