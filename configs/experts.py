@@ -70,8 +70,8 @@ def _experts() -> dict:
         # Of rules on text and constant: a text file, or own for self-generated text.
         "calibration": ExpertRemoval.calibration,
         "calibration_tokens": placeholder(int),  # default: 2,048 of a file, 8,192 of own
-        "seed": ExpertRemoval.seed,  # of random, of the model's own text
-        # Without text and protect: never the whole model in memory.
+        "seed": ExpertRemoval.seed,  # of random, of self-generated text
+        # Without text and protect: one layer at a time in memory.
         "streaming": False,
     }
 

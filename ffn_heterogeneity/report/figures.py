@@ -229,7 +229,7 @@ def probabilities_figure(
 
 
 def _can_draw(path: str | os.PathLike) -> bool:
-    """Whether matplotlib is there; says on stderr that the figure is left out if it is not."""
+    """True if matplotlib is there; else stderr says that the figure is left out."""
     drawn = importlib.util.find_spec("matplotlib") is not None
     if not drawn:
         print(f"{path} is not drawn: pip install 'ffn-heterogeneity[plots]'", file=sys.stderr)

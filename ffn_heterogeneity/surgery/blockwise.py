@@ -62,7 +62,7 @@ def compensated(
         )
     batches = batches_of(rows)
     tables = {"embed": jax.device_put(model.params["embed"])}
-    streams = [_embedded(model.config, tables, batch) for _, batch in batches]
+    streams = [embedded(model.config, tables, batch) for _, batch in batches]
     uncompressed, small = unstack(model.params), unstack(smaller.params)
     layers, reports = list(small["layers"]), []
     for i, old in enumerate(bar(method, uncompressed["layers"], unit="block")):
@@ -117,13 +117,15 @@ def _equal(one: dict, other: dict) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _embedded(config: ModelConfig, params: dict, batch: dict) -> jax.Array:
+def embedded(config: ModelConfig, params: dict, batch: dict) -> jax.Array:
+    """The residual stream before the first layer, [B, T, D]."""
     positions = causal_lm.row_positions(batch) if config.position_rows else None
     return causal_lm.embed(config, params, batch["tokens"], RunOptions(), positions)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _layer(config: ModelConfig, leaves: dict, x: jax.Array, batch: dict) -> jax.Array:
+def one_layer(config: ModelConfig, leaves: dict, x: jax.Array, batch: dict) -> jax.Array:
+    """The residual stream after the first layer of the config, [B, T, D]."""
     return causal_lm.one_layer(config, 0, leaves, x, batch)[0]
 
 
@@ -165,7 +167,7 @@ def _layer_and_sums(
 
 def _moved(config: ModelConfig, leaves: dict, streams: Sequence, batches: Sequence) -> list:
     leaves, rows = jax.device_put(leaves), zip(streams, batches, strict=True)
-    return [_layer(config, leaves, x, batch) for x, (_, batch) in rows]
+    return [one_layer(config, leaves, x, batch) for x, (_, batch) in rows]
 
 
 def _observed(

@@ -17,9 +17,9 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.experts import Experts
-from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.probes.experts import expert_probe
 from ffn_heterogeneity.probes.observe import token_batches
+from ffn_heterogeneity.surgery.blockwise import embedded, one_layer
 
 ROWS = 8  # per batch; 1 if every expert is applied to every token
 
@@ -57,7 +57,7 @@ class ExpertText:
         self._config, self._every = model.config, every
         self._batches = list(token_batches(rows, 1 if every else ROWS))
         tables = {"embed": jax.device_put(model.params["embed"])}
-        self._streams = [_embedded(model.config, tables, batch) for batch in self._batches]
+        self._streams = [embedded(model.config, tables, batch) for batch in self._batches]
 
     def seen(self, layer: int, leaves: dict) -> Seen:
         """Observe a layer of the model on the streams.
@@ -88,21 +88,10 @@ class ExpertText:
         """Pass the streams through a layer."""
         config, leaves = self._one(layer), jax.device_put(leaves)
         rows = zip(self._streams, self._batches, strict=True)
-        self._streams = [_layer(config, leaves, x, batch) for x, batch in rows]
+        self._streams = [one_layer(config, leaves, x, batch) for x, batch in rows]
 
     def _one(self, layer: LayerConfig) -> ModelConfig:
         return dataclasses.replace(self._config, layers=(layer,))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _embedded(config: ModelConfig, params: dict, batch: dict) -> jax.Array:
-    positions = causal_lm.row_positions(batch) if config.position_rows else None
-    return causal_lm.embed(config, params, batch["tokens"], RunOptions(), positions)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _layer(config: ModelConfig, leaves: dict, x: jax.Array, batch: dict) -> jax.Array:
-    return causal_lm.one_layer(config, 0, leaves, x, batch)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -200,7 +200,7 @@ class ExpertCut:
         return report
 
     def _count(self, i: int) -> int:
-        """How many experts layer i loses."""
+        """The number of experts that layer i loses."""
         layer, asked = self.before.layers[i], self.asked
         of = (layer.experts or 0) - layer.shared
         return removal_count(of, ratio=asked.ratio, count=asked.count)

@@ -50,7 +50,7 @@ def seen_states(
         layers.append({"massive": here, "bos": massive.states[i].astype(np.float64)})
     for i, total in enumerate(_sums(config, params, rows) if rows is not None else ()):
         tokens = total["tokens"]
-        if not np.all(tokens):
+        if config.layers[i].experts is not None and not np.all(tokens):
             raise ValueError(f"layer {i}: {unvisited(tokens)}: more calibration text is needed")
         each = np.asarray(tokens)[..., None]
         layers[i] |= {"mean": total["size"] / each, "norm": np.sqrt(total["square"])}
@@ -80,7 +80,7 @@ def unvisited(tokens: np.ndarray) -> str:
 
 
 def _sums(config: ModelConfig, params: dict, rows: Sequence[np.ndarray]) -> list[dict]:
-    """Of every layer: "sum", "size", "square" [m] or [E, m], and "tokens", a number or [E]."""
+    """Sums of every layer: "sum", "size", "square" [m] or [E, m], and "tokens", a number or [E]."""
     width, probes = max(config.ffn_widths), []
     experts = max(layer.experts or 0 for layer in config.layers)
     if any(layer.experts is None for layer in config.layers):

@@ -200,7 +200,7 @@ def test_the_smaller_model_chooses_among_the_remaining_columns(config, rule, mon
 
 
 def test_an_expert_without_tokens_goes_first_and_nothing_changes():
-    """Of seed 0, expert 2 of layer 3 gets none of these tokens."""
+    """Expert 2 of layer 3 gets none of these tokens with seed 0."""
     model, rows = model_of(seed=0), saved(ROWS)
     asked = {"rule": "reap", "count": 1, "layers": [3], "calibration": rows}
     smaller, report = SURGERIES["experts"](model, asked)
@@ -219,7 +219,7 @@ def saved(rows):
 
 @pytest.mark.parametrize("config", [MIXED, SHARED], ids=["mixed", "shared"])
 def test_a_constant_is_the_mean_output_weighted_by_the_gate(config, tmp_path):
-    """MoNE. Held to the same removal written token by token, and kept by save and load."""
+    """MoNE: vectors and router columns, kept by save and load."""
     model, rows = model_of(config), saved(ROWS)
     asked = {"rule": "frequency", "ratio": 0.5, "constant": True, "calibration": rows}
     smaller, report = SURGERIES["experts"](model, asked)

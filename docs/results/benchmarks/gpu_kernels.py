@@ -3,7 +3,7 @@
 python docs/results/benchmarks/gpu_kernels.py experts|softcap|precision <out.json> [tiny]
 
 `tiny` tries it on a CPU. A form that fails is named and left out. tokamax is optional.
-h100_experts.json and h100_softcap.json are from an earlier form, with dispatches of its own.
+h100_experts.json and h100_softcap.json are from an earlier form, with separate dispatches.
 """
 
 import functools
