@@ -28,7 +28,7 @@ class Stored:
 
     Attributes:
       name: the tensor's name in the file ("": same as ours).
-      start: the part's first byte in the tensor.
+      start: its first byte in the file, if it can be copied from there.
     """
 
     shape: tuple[int, ...]

@@ -1,14 +1,16 @@
-"""Reading of safetensors files as numpy views (bf16 through ml_dtypes); `pieces` writes them.
+"""Reading of safetensors files (bf16 through ml_dtypes); `pieces` writes them.
 
-The `safetensors` library validates the header; the data is memory-mapped, so an unused tensor needs
-no memory and a checkpoint is never in memory twice.
+The `safetensors` library validates the header. A tensor is memory-mapped while it is in use, so a
+checkpoint is never in memory twice, and a file may be larger than the address space.
 """
 
 import json
+import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -38,8 +40,35 @@ _DTYPES = {
 DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
-def open_file(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    """Return `{name: read-only view}` of one file.
+class Tensor(NamedTuple):
+    """A tensor in a file, without its values.
+
+    Attributes:
+      start: its first byte in the file.
+    """
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    def load(self) -> np.ndarray:
+        """Return the values, mapped from the file (read-only) until the array is freed."""
+        if not math.prod(self.shape):
+            return np.zeros(self.shape, self.dtype)
+        array = np.memmap(self.file, self.dtype, "r", self.start, self.shape or (1,))
+        return array.view(np.ndarray).reshape(self.shape)
+
+    def rows(self, count: int) -> Iterator["Tensor"]:
+        """Yield `count` equal parts along the first axis."""
+        shape = (self.shape[0] // count, *self.shape[1:])
+        size = math.prod(shape) * self.dtype.itemsize
+        for part in range(count):
+            yield self._replace(shape=shape, start=self.start + part * size)
+
+
+def open_file(path: str | os.PathLike) -> dict[str, Tensor]:
+    """Return the tensors of one file by name; their values are not read.
 
     Raises:
       CheckpointError: truncated, not safetensors, or a type that numpy cannot hold.
@@ -54,35 +83,19 @@ def open_file(path: str | os.PathLike) -> dict[str, np.ndarray]:
         raise CheckpointError(
             f"{path} is not a whole safetensors file ({error}): fetch or write it again"
         ) from None
-    header, begin = _header(path)
-    data = np.memmap(path, np.uint8, mode="r")[begin:]
-    views = {}
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = parse_json(file.read(size).decode(), os.fspath(path), CheckpointError)
+    header.pop("__metadata__", None)
+    tensors = {}
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
             raise CheckpointError(
                 f"{path}: tensor {name!r} has type {entry['dtype']}, not one of {list(_DTYPES)}"
             )
-        start, stop = entry["data_offsets"]
-        views[name] = data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return views
-
-
-def _header(path: Path) -> tuple[dict, int]:
-    """({name: entry}, offset of the data) of a complete file."""
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = parse_json(file.read(size).decode(), os.fspath(path), CheckpointError)
-    header.pop("__metadata__", None)
-    return header, 8 + size
-
-
-def places(path: str | os.PathLike) -> dict[str, tuple[int, int]]:
-    """Return {name: (first byte, end)} of the tensors of a complete file."""
-    header, begin = _header(Path(path))
-    return {
-        name: (begin + entry["data_offsets"][0], begin + entry["data_offsets"][1])
-        for name, entry in header.items()
-    }
+        dtype, start = np.dtype(_DTYPES[entry["dtype"]]), 8 + size + entry["data_offsets"][0]
+        tensors[name] = Tensor(path, dtype, tuple(entry["shape"]), start)
+    return tensors
 
 
 def is_there(directory: str | os.PathLike) -> bool:
@@ -90,25 +103,25 @@ def is_there(directory: str | os.PathLike) -> bool:
     return any((Path(directory) / name).is_file() for name in (SINGLE, INDEX))
 
 
-def open_directory(directory: str | os.PathLike) -> dict[str, tuple[np.ndarray, Path]]:
-    """Return `{name: (view, file)}` of model.safetensors or of the shards that its index lists.
+def open_directory(directory: str | os.PathLike) -> dict[str, Tensor]:
+    """Return the tensors of model.safetensors, or of the shards that its index lists, by name.
 
     Raises:
       CheckpointError: no safetensors; a missing shard; index and shards disagree about a tensor.
     """
     directory = Path(directory)
     index = None if (directory / SINGLE).is_file() else _index(directory)
-    tensors: dict[str, tuple[np.ndarray, Path]] = {}
+    tensors: dict[str, Tensor] = {}
     for shard in [SINGLE] if index is None else sorted(set(index.values())):
         file = directory / shard
         if not shard.isprintable() or Path(shard).name != shard or not file.is_file():
             raise CheckpointError(f"{directory / INDEX} lists the shard {shard!r}: no such file")
-        for name, view in open_file(file).items():
+        for name, tensor in open_file(file).items():
             if index is not None and index.get(name) != shard:
                 raise CheckpointError(
                     f"{file} holds tensor {name!r}, the index places it in {index.get(name)!r}"
                 )
-            tensors[name] = (view, file)
+            tensors[name] = tensor
     if lost := sorted(set(index or ()) - set(tensors)):
         raise CheckpointError(f"{directory / INDEX}: tensors {some(lost)} are in no shard")
     return tensors

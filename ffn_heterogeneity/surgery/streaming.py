@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.io import safetensors, tokenizer_files
+from ffn_heterogeneity.io import tokenizer_files
 from ffn_heterogeneity.io.assemble import Stored, checked, is_index
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.hf import read as huggingface
@@ -56,7 +56,6 @@ class Checkpoint:
     family: Family
     by_layer: dict[int, list[Rule]]
     tensors: dict[str, Stored]
-    _bytes: dict[str, tuple[int, int]]
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor in its file's layout.
@@ -69,8 +68,8 @@ class Checkpoint:
     def place(self, name: str) -> tuple[str, int, int]:
         """(file, first byte, end) of the tensor."""
         stored = self.tensors[name]
-        first = self._bytes[stored.name][0] + stored.start
-        return stored.file, first, first + math.prod(stored.shape) * stored.dtype.itemsize
+        end = stored.start + math.prod(stored.shape) * stored.dtype.itemsize
+        return stored.file, stored.start, end
 
     def leaves(self, layer: int) -> dict[str, np.ndarray]:
         """{path: leaf} of all rules that involve the layer's FFN."""
@@ -92,11 +91,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     """
     directory = Path(directory)
     config, family, rules, tensors = huggingface.open_pretrained(directory)
-    by_layer = _by_layer(rules)
-    places: dict[str, tuple[int, int]] = {}
-    for file in {stored.file for stored in tensors.values()}:
-        places |= safetensors.places(file)
-    return Checkpoint(directory, config, family, by_layer, tensors, places)
+    return Checkpoint(directory, config, family, _by_layer(rules), tensors)
 
 
 def _by_layer(rules: Sequence[Rule]) -> dict[int, list[Rule]]:

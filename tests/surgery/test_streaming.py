@@ -1,7 +1,9 @@
 """Streaming surgery writes the same bytes as in memory, with little memory, or nothing."""
 
 import dataclasses
+import filecmp
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,11 +28,12 @@ from tiny_models import (
 from ffn_heterogeneity.bench.streaming_cases import time_streaming
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fingerprint import fingerprint
-from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import choose_form, save_pretrained, write_configs
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.config import LayerConfig
-from ffn_heterogeneity.models.families import FAMILIES
+from ffn_heterogeneity.models.families import FAMILIES, expected_shapes, family_by_name
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
@@ -256,10 +259,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def killed(*flags):
+def killed(*flags, limit=()):
     """scripts/compress.py in a separate process, killed half-way."""
     script = str(REPOSITORY / "scripts/compress.py")
-    command = [sys.executable, "-c", PROGRAM, script, *flags]
+    command = [*limit, sys.executable, "-c", PROGRAM, script, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         said = process.stdout.readline()
         os.kill(process.pid, signal.SIGKILL)
@@ -297,6 +300,44 @@ def test_leftovers_of_others_stay(tmp_path, model):
     (tmp_path / ".model.0123abcd.old").mkdir()
     compress_directory(model, tmp_path / "model", RemovalPlan("entropy", ratio=0.25))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "model"])
+
+
+@pytest.mark.slow
+def test_experts_of_a_checkpoint_larger_than_the_address_space(tmp_path, monkeypatch):
+    """3 GiB in shards of 512 MiB under a limit of 2 GiB; killed, resumed: the same bits."""
+    layer = dataclasses.replace(tiny_of("mixtral").layers[0], ffn_width=3584, experts=8)
+    sizes = {"d_model": 1024, "n_heads": 16, "n_kv_heads": 8, "head_dim": 64, "vocab_size": 32_000}
+    config = dataclasses.replace(tiny_of("mixtral"), layers=(layer,) * 17, **sizes)
+    source, shapes = tmp_path / "model", expected_shapes(config)
+    source.mkdir()
+    rng, dtype = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16)
+    pool = rng.normal(0, 0.02, 1 << 26).astype(np.float32).astype(dtype)
+    rules = family_by_name("mixtral").rules(config)
+    specs = {
+        n: s for rule in rules for n, s in zip(rule.names, rule.stored_shapes(shapes), strict=True)
+    }
+    with open_pieces(source, {n: Spec(s, dtype) for n, s in specs.items()}, 1 << 29) as pieces:
+        for name in pieces.order:
+            size = math.prod(specs[name])
+            start = rng.integers(len(pool) - size)
+            pieces.write(name, pool[start : start + size].reshape(specs[name]))
+    write_configs(source, choose_form(config, "auto"), {dtype})
+    byte_tokenizer().save_pretrained(source)
+    del pool
+    assert sum(path.stat().st_size for path in source.iterdir()) > 3 * 2**30
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    flags = ["--config=configs/experts.py:experts", f"--config.model={source}"]
+    flags += ["--config.streaming=true", "--config.rule=entropy", "--config.ratio=0.25"]
+    limit = ["prlimit", f"--as={2**31}"]
+    killed(*flags, f"--workdir={tmp_path / 'again'}", limit=limit)
+    assert list((tmp_path / "again").glob(".*/*.safetensors"))
+    for name in ("once", "again"):
+        script = [sys.executable, "scripts/compress.py", *flags, f"--workdir={tmp_path / name}"]
+        subprocess.run([*limit, *script], cwd=REPOSITORY, check=True, capture_output=True)
+    files = sorted((tmp_path / "once/model").iterdir())
+    for file in files:
+        assert filecmp.cmp(file, tmp_path / "again/model" / file.name, shallow=False)
+    assert load_model(tmp_path / "once/model", check_finite=False).config.layers[0].experts == 6
 
 
 @pytest.mark.slow

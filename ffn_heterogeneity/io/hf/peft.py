@@ -95,7 +95,7 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
         raise CheckpointError(f"{directory / CONFIG}: {what} is not read here: LoRA and DoRA are")
     if not (directory / WEIGHTS).is_file():
         raise CheckpointError(f"{directory} has no {WEIGHTS}: pickled adapters are not opened")
-    tensors = dict(open_file(directory / WEIGHTS))
+    tensors = {name: one.load() for name, one in open_file(directory / WEIGHTS).items()}
     added: dict[str, np.ndarray] = {}
     for rule, module in _modules(config):
         names = [f"{PREFIX}{module}.{end}" for end in ("lora_A.weight", "lora_B.weight", MAGNITUDE)]

@@ -6,6 +6,7 @@ Its inverse, `save_pretrained`, is in `export.py`.
 
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import sys
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes, make_head
 from ffn_heterogeneity.io import safetensors, tokenizer_files
@@ -24,7 +24,7 @@ from ffn_heterogeneity.io.hf import classifiers
 from ffn_heterogeneity.io.hf.export import GENERATION, NATIVE_KEY, with_generation
 from ffn_heterogeneity.io.hf.structure import FOLDER, KEY, put_back, read_structure
 from ffn_heterogeneity.io.read import read_object
-from ffn_heterogeneity.io.safetensors import open_directory
+from ffn_heterogeneity.io.safetensors import Tensor, open_directory
 from ffn_heterogeneity.models.config import ConfigError, HeadConfig, ModelConfig, config_from_dict
 from ffn_heterogeneity.models.families import Family, Rule, config_from_hf, family_by_name
 from ffn_heterogeneity.wording import first_line, some
@@ -114,7 +114,7 @@ def read_shapes(directory: str | os.PathLike) -> tuple[ModelConfig, dict]:
     leaves = leaf_shapes(config, *_tables(directory, config, family, values, verbose=False))
     stored = open_directory(Path(directory) / FOLDER) if section else {}
     structural = {
-        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, (leaf, _) in stored.items()
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in stored.items()
     }
     return config, jax.eval_shape(functools.partial(put_back, config), leaves, structural)
 
@@ -176,20 +176,19 @@ def _stored(
     tensors: dict[str, Stored] = {}
     left_out = []
     unused = (*family.left_out, *(() if config.pooler else (r"pooler\..*",)))
-    for name, (view, file) in safetensors.open_directory(directory).items():
+    for name, tensor in open_directory(directory).items():
         tensor_name = family.own_name(name)
         if any(re.fullmatch(pattern, tensor_name) for pattern in unused):
             left_out.append(name)
             continue
-        for part_name, part in parts(family, tensor_name, view):
+        for part_name, part in parts(family, tensor_name, tensor):
             if part_name in tensors:
                 other = tensors[part_name].name
                 raise CheckpointError(
-                    f"{file}: {name!r} and {other!r} are the same tensor of the model"
+                    f"{tensor.file}: {name!r} and {other!r} are the same tensor of the model"
                 )
-            start = part.ctypes.data - view.ctypes.data
             tensors[part_name] = Stored(
-                part.shape, str(file), lambda part=part: part, name, part.dtype, start
+                part.shape, str(part.file), part.load, name, part.dtype, part.start
             )
     if left_out and verbose:
         what = f"{len(left_out)} tensors that the model does not use"
@@ -197,23 +196,23 @@ def _stored(
     return tensors
 
 
-def parts(family: Family, name: str, view: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, view) of each expert's tensors in a stacked one; any other tensor is its only part.
+def parts(family: Family, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each expert's tensors in a stacked one; any other is its only part.
 
     Raises:
       CheckpointError: a stacked tensor that cannot be split into the parts of `Family.stacked`.
     """
     end = next((end for end in family.stacked if name.endswith(end)), None)
     if end is None:
-        yield name, view
+        yield name, tensor
         return
-    ends = family.stacked[end]
-    if view.ndim != 3 or view.shape[1] % len(ends):
+    ends, shape = family.stacked[end], tensor.shape
+    if len(shape) != 3 or shape[1] % len(ends):
         what = f"{len(ends)} equal parts of rows per expert"
-        raise CheckpointError(f"tensor {name!r} has shape {view.shape}; expected {what}")
-    for expert, matrix in enumerate(view):
-        for part, rows in zip(ends, np.split(matrix, len(ends)), strict=True):
-            yield name.removesuffix(end) + part.format(e=expert), rows
+        raise CheckpointError(f"tensor {name!r} has shape {shape}; expected {what}")
+    rows = tensor._replace(shape=(shape[0] * shape[1], shape[2])).rows(shape[0] * len(ends))
+    for expert, part in itertools.product(range(shape[0]), ends):
+        yield name.removesuffix(end) + part.format(e=expert), next(rows)
 
 
 def download(

@@ -200,7 +200,7 @@ def _read(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     Raises:
       CheckpointError: a leaf is not declared or differs from its declaration; names the leaf.
     """
-    structural = {path: np.array(view) for path, (view, _) in open_directory(folder).items()}
+    structural = {path: np.array(leaf.load()) for path, leaf in open_directory(folder).items()}
     modules: dict[str, dict[str, np.ndarray]] = {}
     heads = _head_shapes(folder, config, structural)
     for path, leaf in structural.items():
