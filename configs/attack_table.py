@@ -13,7 +13,9 @@ Hardware:  one CPU or accelerator with the model's size in host memory twice. Th
            once; nothing but numbers is written.
 Hours:     SmolLM2-135M, 40 windows of 512: about a minute a point on 2 cores.
 Paper:     Table 1: five tasks (accuracy, acc_norm where there is one) without examples, perplexity
-           in segments of 4,096 tokens. Figure 4: Llama-3-8B and others, k from 0 on.
+           in segments of 4,096 tokens. Figure 4: Llama-3-8B and others, k from 0 on;
+           the text names 0, 1, 3, 5, 30, and 50 for Mixtral, of which only the massive expert is
+           attacked.
 
 The keys are those of configs/attack.py, configs/perplexity.py and configs/parts/tasks.py.
 """
@@ -27,7 +29,7 @@ from configs.parts import in_memory
 from ffn_heterogeneity.launch.sweep import chain, point, product
 
 KIND = "in_memory"
-KS = (1, 2, 3, 5, 10, 30)
+KS = (1, 2, 3, 5, 10, 30, 50)
 
 
 def get_config() -> ConfigDict:

@@ -3,7 +3,8 @@
 Command:   python scripts/train.py --config=configs/five.py:<model>,<task> \
              --config.data.path=<train.jsonl> --config.data.validation_path=<validation.jsonl> \
              --workdir=runs/five
-           The argument is <model>,<task>[,<piece> ...]; no piece named: all but layerwise.
+           The argument is <model>,<task>[,<piece> ...]; no piece named: all but the
+           last two.
            fuse       MLP Fusion: every layer's neurons fused but the massive layer's
            dora       DoRA on all kernels (lora: LoRA), which train with the head alone
            macdrop    massive weights: their columns are dropped in training
@@ -11,7 +12,10 @@ Command:   python scripts/train.py --config=configs/five.py:<model>,<task> \
            nucl       NUCL on the outgoing weights as they act, adapters and lengths in them
            jreg       JREG: no jump of the last layer's hidden state
            layerwise  MLP Fusion: the fused layers' states towards the dense model's
+           load_balance  equal use of the experts (Switch's loss), for a model with experts
            Tasks as in configs/p32_glue.py.
+           In a model with experts fuse merges neurons inside each of them, and macdrop drops
+           columns of the massive expert alone. layerwise needs a dense model.
 Hardware:  SmolLM2-135M trains on a CPU.
 Hours:     SmolLM2-135M, 60 steps of 32 rows: 230 seconds of a shared H100, half to compile.
 Paper:     none has them together. Each piece's settings are its own config's; the weights of the
@@ -27,9 +31,9 @@ from ffn_heterogeneity.launch.sweep import product
 
 # In the order in which they apply: shapes change, teachers are added, then adapters' leaves.
 SURGERIES = ("fuse", "teacher", "lora", "dora", "macdrop")
-LOSSES = ("nucl", "jreg", "layerwise")
+LOSSES = ("nucl", "jreg", "layerwise", "load_balance")
 DEFAULT = ("fuse", "dora", "macdrop", "p32", "nucl", "jreg")
-PIECES = (*DEFAULT, "lora", "layerwise")
+PIECES = (*DEFAULT, "lora", "layerwise", "load_balance")
 
 
 def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M-Instruct,mrpc") -> ConfigDict:

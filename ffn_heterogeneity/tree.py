@@ -32,7 +32,8 @@ class Leaf:
       decays: whether weight decay applies (to kernels and tables; not to biases and norms).
       cut: False: replicated on every device of a mesh.
       sums: dimensions that its VALUES sum over, so that removing part of one changes the values.
-      numbers: the dimension of which its values are indices.
+      numbers: the dimension of which its values are indices. In a leaf of experts, indices after
+        its end stand for none.
       dtype: dtype of data that are not real numbers.
       optional: added by a surgery; absent in files of other libraries and new models.
       broadcasts: it may lack leading axes; its axes are then the last ones.

@@ -37,7 +37,7 @@ from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
 from ffn_heterogeneity.train.step import make_train_step
-from ffn_heterogeneity.tree import flatten
+from ffn_heterogeneity.tree import flatten, unflatten
 
 distributed.give_fake_devices_threads()
 MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8))
@@ -174,7 +174,7 @@ def encoders() -> dict:
 
 @jax.enable_x64(True)
 def experts() -> dict:
-    """Errors of loss and gradient, and all-gathers, of layers with experts and LoRA.
+    """Errors of loss and gradient, and all-gathers, of layers with experts, LoRA and MacDrop.
 
     8 experts are sharded; 6 are not divided by four, so their neurons are.
     """
@@ -184,9 +184,13 @@ def experts() -> dict:
         config = with_experts(small, count)
         model = Model(config, random_params(config), None, "")
         model, _ = insert_lora(model, {"rank": 2, "targets": "ffn/(up|down)"})
-        params = jax.tree.map_with_path(
-            lambda path, x: np.asarray(x, np.float64) + 0.1 * ("lora_b" in str(path)), model.params
-        )
+        model, _ = SURGERIES["macdrop"](model, {"k": 3})
+        params = flatten(model.params)
+        for path, leaf in params.items():
+            shift = 0.1 * ("lora_b" in path) - 0.7 * ("macdrop_keep" in path)
+            if not path.endswith("macdrop_rows"):
+                params[path] = np.asarray(leaf, np.float64) + shift
+        params = unflatten(params)
         values = {shape: _of_experts(config, params, shape) for shape in ((1, 1, 1), *shapes)}
         one, reference, _ = values.pop((1, 1, 1))
         for shape, (value, gradient, traffic) in values.items():
@@ -213,9 +217,10 @@ def _of_experts(config, params, shape) -> tuple[float, dict, list]:
 
     placed = jax.device_put(params, partition.shardings(mesh, params, declared(config, params)))
     rows = jax.device_put(batch, partition.batch_sharding(mesh, accumulated=False))
-    program = jax.jit(jax.value_and_grad(loss)).lower(placed, rows).compile()
+    program = jax.jit(jax.value_and_grad(loss, allow_int=True)).lower(placed, rows).compile()
     value, gradient = jax.device_get(program(placed, rows))
-    return float(value), flatten(gradient), moved(program)
+    found = {p: x for p, x in flatten(gradient).items() if not p.endswith("macdrop_rows")}
+    return float(value), found, moved(program)
 
 
 def five() -> dict:

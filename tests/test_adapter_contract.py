@@ -44,7 +44,8 @@ ADAPTER_LEAVES = {
     "score": lambda rng, kernel: {"score": rng.random(kernel.shape).astype(np.float32)},
     "mask": lambda rng, kernel: {"mask": (rng.random(kernel.shape) < 0.5).astype(np.float32)},
     "macdrop": lambda rng, kernel: {
-        "macdrop_rows": np.broadcast_to(np.array([1, 3], np.int32), (*kernel.shape[:-2], 2)),
+        # Only expert 1 has masks.
+        "macdrop_rows": np.array([[5, 6], [1, 3], [5, 6]] if kernel.ndim > 2 else [1, 3], np.int32),
         "macdrop_keep": (rng.random((*kernel.shape[:-1], 2)) < 0.5).astype(np.float32),
     },
 }

@@ -17,11 +17,13 @@ from tiny_models import (
 from tiny_runs import refused, write_halves
 
 import ffn_heterogeneity as fh
+from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.bench.steps import benchmark_steps
 from ffn_heterogeneity.evaluate.displacement import describe, displacements
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.nucl import layer_statistics
+from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import tree_segments, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.surgery import SURGERIES
@@ -281,6 +283,37 @@ def test_fusion_of_shapes_is_that_of_weights(family, method):
     assert {path: (x.shape, x.dtype) for path, x in planned.items()} == {
         path: (x.shape, x.dtype) for path, x in made.items()
     }
+
+
+def test_a_mixtral_trains_with_all_pieces(files, tmp_path):
+    """Finite losses; masks act in training alone, and on the massive expert alone."""
+    save_tiny_reader(tmp_path / "llama", "mixtral")
+    write_halves(tmp_path, rows=16)
+    losses = ("nucl", "jreg", "load_balance")
+    config = config_for(tmp_path, ("fuse", "dora", "macdrop", "p32", *losses), steps=2)
+    results = training.run(config, tmp_path / "run")
+    for name in ("classification", *losses):
+        values = [results[when][f"validation/{name}"] for when in ("first", "final")]
+        assert np.isfinite(values).all(), name
+    assert "macdrop" not in str([*flatten(fh.load_model(tmp_path / "run/model").params)])
+    fused, _ = SURGERIES["fuse"](
+        fh.load_model(tmp_path / "llama"), {"ratio": 0.5, "skip": "massive"}
+    )
+    massive, kernels = massive_weights(fused.config, fused.params), []
+    assert massive.expert
+    params, hyper = starting_model(read(config).source, None).params, {"macdrop": 0.8}
+    for train in (True, False):
+        tree = unstack(REFRESHES["macdrop"]({})(params, 0, jax.random.key(0), hyper, train))
+        up = tree["layers"][massive.layer]["ffn"]["up"]
+        assert ("macdrop_keep" in up) == train
+        kernels.append(np.asarray(effective_kernel(up)))
+    changed = kernels[0] != kernels[1]
+    assert np.flatnonzero(changed.any((1, 2))).tolist() == [massive.expert]
+    assert np.flatnonzero(changed.any((0, 1))).tolist() == sorted(massive.indices[:2])
+    taught = read(config_for(tmp_path, ("fuse", "layerwise")))
+    refused("layer 0 .* has experts; a teacher must be dense", plan, taught, mesh())
+    dense = read(config_for(files, ("head", "load_balance")))
+    refused("load_balance' needs a model with experts", plan, dense, mesh())
 
 
 def test_a_massive_layer_that_moved_is_said(files, capsys):

@@ -5,7 +5,8 @@ Columns `macdrop_rows` (the paper's rows of W_up and W_gate) of a frozen kernel 
 Bernoulli(1 - p_t), with one draw for gate and up as in Algorithm 1; kept values are not rescaled.
 DoRA's norm is that of the masked kernel, as if the weights themselves were masked (Algorithm 1), so
 it restores the norms of masked columns: MacDrop has less effect there (docs/reproduce.md). It has
-no effect in evaluation and export.
+no effect in evaluation and export. In a layer with experts the leaves have a leading axis of
+experts, and only the massive expert's rows are columns (`no_rows`).
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ffn_heterogeneity.tree import nodes, replaced
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
@@ -51,10 +53,14 @@ class Macdrop:
 
 
 def drop(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
-    """kernel [..., in, out], its columns `macdrop_rows` [..., k] times the mask [..., in, k]."""
+    """kernel [..., in, out], its columns `macdrop_rows` [..., k] times the mask [..., in, k].
+
+    Rows from `out` upward have no effect.
+    """
 
     def one(kernel, rows, keep):
-        return kernel.at[:, rows].multiply(keep.astype(kernel.dtype), unique_indices=True)
+        keep = keep.astype(kernel.dtype)
+        return kernel.at[:, rows].multiply(keep, unique_indices=True, mode="drop")
 
     for _ in range(kernel.ndim - 2):
         one = jax.vmap(one)
@@ -113,6 +119,14 @@ def refresh(settings: Mapping[str, Any]) -> Callable[..., dict]:
         return params
 
     return function
+
+
+def no_rows(width: int, count: int) -> np.ndarray:
+    """Rows of an expert without masks: the `count` indices after the last column.
+
+    They differ, because the scatter in `drop` relies on unique indices.
+    """
+    return width + np.arange(count, dtype=np.int32)
 
 
 def init(fan_in: int, rows) -> dict[str, jax.Array]:

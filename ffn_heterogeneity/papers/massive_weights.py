@@ -91,15 +91,25 @@ def method_of(adapter: str, scope: Any, curriculum: Any, a: Any, p0: Any) -> str
 
 
 def analyses(runs: Frame) -> Frame:
-    """Massive activations of models, and in "five" the neurons of the massive layer."""
+    """Massive activations of models; "five" are the neurons of the massive layer ("found") and of
+    its massive "expert" (from 1)."""
     rows = c.need(runs, "analysis", "config.layer", "token").query("analysis == 'massive'")
     for run in set(rows["run"]) - set(rows[rows.what == "h_out"]["run"]):
         raise ValueError(f"{run}/results.json is no analysis of activations: is it damaged?")
     ranks = rows[(rows.what == "massive_rank") & (rows["value"] <= 5)].sort_values("value")
     five = ranks.groupby("run").neuron.agg(lambda its: ", ".join(map(str, its)))
-    found = rows[rows.what == "layer"].set_index("run")["value"].map("{:g}".format)
-    rows = rows.assign(five=rows["run"].map(five), found=rows["run"].map(found))
+    at = {x: rows[rows.what == x].set_index("run")["value"] for x in ("layer", "expert")}
+    rows = rows.assign(five=rows["run"].map(five), expert=rows["run"].map(at["expert"]))
+    rows = rows.assign(found=rows["run"].map(at["layer"].map("{:g}".format)))
     return rows.assign(model=two_names(rows)).sort_values("model", kind="stable")
+
+
+def experts(rows: Frame, text: str) -> Any:
+    """`text` with the massive expert counted from 1 as {0} and from 0 as {1}; "" without experts.
+
+    The paper does not say how it counts.
+    """
+    return c.label(rows, lambda n: text.format(int(n), int(n) - 1), "expert").fillna("")
 
 
 # ---- the paper's tables
@@ -125,7 +135,8 @@ def table_1(untrained: Frame) -> Frame:
 
 def table_7(analyses: Frame) -> Frame:
     rows = analyses.drop_duplicates(["model", "five"]).assign(place="here")
-    rows = rows.rename(columns={"model": "Models", "found": "Layer", "five": "Indices"})
+    layer = rows.found + experts(rows, " (expert {0} from 1, {1} from 0)")
+    rows = rows.assign(Layer=layer).rename(columns={"model": "Models", "five": "Indices"})
     return rows.set_index(["Models", "place"])[["Layer", "Indices"]]
 
 
@@ -239,10 +250,17 @@ def figure_7(curves: Frame) -> Frame:
 
 
 def as_printed(analyses: Frame) -> Frame:
+    """Verdicts on the printed places; experts may be counted from 1 or from 0."""
     table = {name: f"{layer}; {five}" for name, layer, five in TABLE_7}
     rows = analyses.drop_duplicates(["model", "five"]).query("model in @table")
-    text = c.label(rows, "{}; {}".format, "found", "five")
-    told = (text == rows.model.map(table)).map(TOLD)
+    wanted = rows.model.map(table)
+    from_1, from_0 = (
+        rows.found + experts(rows, f" (expert {{{i}}})") + "; " + rows.five for i in (0, 1)
+    )
+    text = (from_1 + experts(rows, ", experts from 1")).where(
+        from_0 != wanted, from_0 + experts(rows, ", experts from 0")
+    )
+    told = ((from_1 == wanted) | (from_0 == wanted)).map(TOLD)
     return rows.assign(part=rows.model, value=text, verdict=told, run_on=rows.model)
 
 

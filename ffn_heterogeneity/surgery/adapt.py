@@ -12,10 +12,11 @@ import numpy as np
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves, dora, lora, macdrop, nf4
 from ffn_heterogeneity.io.hf.structure import fold
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
-from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.surgery.attack import Massive, massive_weights
 from ffn_heterogeneity.tree import flatten, is_abstract
 from ffn_heterogeneity.wording import check_numbers, naming, settings_of
 
@@ -121,7 +122,9 @@ def insert_macdrop(
 ) -> tuple:
     """Add MacDrop's leaves to gate and up of the massive layer; they act only in training.
 
-    On shapes alone (a dry run) the massive layer is assumed to be `layer`, by default the first.
+    In a layer with experts they act on the massive expert alone, and all scopes are of its neurons.
+    On shapes alone (a dry run) the massive layer is assumed to be `layer`, by default the first,
+    and the massive expert the first.
 
     Args:
       settings: those of `macdrop.Macdrop`: k; scope: "massive" (the k massive neurons), "layer"
@@ -129,31 +132,34 @@ def insert_macdrop(
         `attack.massive_weights`.
 
     Returns:
-      (the model, {"layer" (from 1), "layer_index" (from 0), "indices" of the k neurons}).
+      (the model, {"layer" (from 1), "layer_index" (from 0), "indices" of the k neurons}), in a
+      layer with experts also "expert" (from 1) and "expert_index" (from 0).
 
     Raises:
-      ValueError: settings out of range, a layer with experts, or one that already has MacDrop.
+      ValueError: settings out of range, or a layer that already has MacDrop.
     """
     settings = settings_of(macdrop.Macdrop, settings)
     if is_abstract(model.params):
-        layer = settings.layer or 0
-        indices = np.arange(model.config.ffn_widths[layer])
+        layer = model.config.layers[settings.layer or 0]
+        indices, expert = np.arange(layer.ffn_width), None if layer.experts is None else 0
+        massive = Massive(settings.layer or 0, indices, np.zeros(len(indices)), [], expert)
     else:
         massive = massive_weights(model.config, model.params, settings.layer, settings.token)
-        layer, indices = massive.layer, massive.indices
-    k = settings.k
-    if model.config.layers[layer].experts is not None:
-        raise ValueError(f"layer {layer} (from 0) has experts: MacDrop supports dense layers")
+    k, layer, indices = settings.k, massive.layer, massive.indices
     if k > len(indices):
         raise ValueError(f"k={k}: layer {layer} (from 0) has {len(indices)} neurons")
     rows = {"massive": indices[:k], "layer": indices, "others": indices[k:]}[settings.scope]
 
-    def put(path: str, leaves: dict, kernel_key: jax.Array) -> dict:
-        fan_in = jax.eval_shape(effective_kernel, leaves).shape[0]
-        return leaves | macdrop.init(fan_in, np.sort(rows))
+    block = Place(layer, massive.expert, "ffn").path
 
-    report = {"layer": layer + 1, "layer_index": layer, "indices": indices[:k].tolist()}
-    pattern = rf"^layers/{layer}/ffn/(gate|up)$"
+    def put(path: str, leaves: dict, kernel_key: jax.Array) -> dict:
+        fan_in, width = jax.eval_shape(effective_kernel, leaves).shape
+        ours = path.startswith(f"{block}/")
+        chosen = np.sort(rows) if ours else macdrop.no_rows(width, len(rows))
+        return leaves | macdrop.init(fan_in, chosen)
+
+    report = massive.where() | {"indices": indices[:k].tolist()}
+    pattern = rf"^layers/{layer}/(experts/\d+/)?ffn/(gate|up)$"
     model, _ = inserted(model, pattern, put, mark=macdrop.KEEP)
     return model, report
 
@@ -164,7 +170,8 @@ def assumed_layer(settings: Mapping[str, Any]) -> str:
         return ""
     return (
         "no weights are read: MacDrop's massive layer is taken to be the first "
-        "(--config.macdrop.layer, from 0, names another); of equal layers each needs the same"
+        "(--config.macdrop.layer, from 0, names another), and so is its massive expert; of equal "
+        "layers and experts each needs the same"
     )
 
 

@@ -31,7 +31,8 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
       (the model, {"layers" with a teacher, from 0}).
 
     Raises:
-      ValueError: the models differ in depth or outside their FFNs, or all FFNs are equal.
+      ValueError: the models differ in depth or outside their FFNs, all FFNs are equal, or those of
+        the teacher are experts.
     """
     asked = settings_of(Teacher, settings)
     if not asked.model:
@@ -53,6 +54,11 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
     other = [i for i, (a, b) in enumerate(zip(taught, layers, strict=True)) if not _same(a, b)]
     if not other:
         raise ValueError(f"teacher.model={asked.model} has the same FFNs: nothing to distill")
+    if sparse := [layer for layer in other if config.layers[layer].experts is not None]:
+        raise ValueError(
+            f"teacher.model={asked.model}: layer {sparse[0]} (from 0) has experts; a teacher must "
+            "be dense: train without it and without the loss layerwise"
+        )
     leaves = {}
     for slot in slots(model.params):
         if set(slot.layers) & set(other):

@@ -28,11 +28,11 @@ from ffn_heterogeneity.models.leaves import Place, count_parameters, declared
 from ffn_heterogeneity.models.stack import layer_names, restack, unstack
 from ffn_heterogeneity.models.walk import ffn_blocks, linears
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.surgery.adapt import insert_lora
+from ffn_heterogeneity.surgery.adapt import insert_lora, insert_macdrop
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
-from ffn_heterogeneity.tree import LeafError, flatten
+from ffn_heterogeneity.tree import LeafError, flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 E, L, M, D = 4, 4, 24, 16  # as many experts as layers, so that a mistaken axis has the right size
@@ -182,9 +182,83 @@ def test_codes_and_factors_do_not_hide_the_experts():
 # ---- with forward passes
 
 
-def hidden(config, tree):
-    batch = batch_of(config.vocab_size)
-    return np.asarray(causal_lm.forward(config, restack(config, tree), batch)["hidden"])
+def hidden(config, tree, **options):
+    batch, options = batch_of(config.vocab_size), causal_lm.RunOptions(**options)
+    params = restack(config, tree)
+    return causal_lm.forward(config, params, batch, options=options)["hidden"]
+
+
+def masked_expert(config, tree) -> tuple[dict, dict, int]:
+    """(the tree with MacDrop and random masks, the masked kernels by hand, the expert)."""
+    model, report = insert_macdrop(Model(config, restack(config, tree), None, ""), {"k": 3})
+    layer, expert, rng = report["layer_index"], report["expert_index"], np.random.default_rng(0)
+    tree = jax.tree.map(np.asarray, unstack(model.params))
+    keep = (rng.random((E, D, 3)) < 0.5).astype(np.float32)  # drawn for all experts
+    wanted = {}
+    for name in ("gate", "up"):
+        leaves = tree["layers"][layer]["ffn"][name]
+        leaves["macdrop_keep"] = keep
+        wanted[f"layers/{layer}/ffn/{name}/kernel"] = by_hand = leaves["kernel"].copy()
+        for j, column in enumerate(sorted(report["indices"])):
+            by_hand[expert, :, column] *= keep[expert, :, j]
+    assert expert > 0
+    return tree, wanted, expert
+
+
+def test_macdrop_masks_one_expert():
+    """The states and gradients of masked kernels, in float64: 0 for dropped weights alone."""
+
+    def slopes(tree):
+        def total(tree):
+            return jnp.sum(jnp.sin(hidden(SPARSE, tree, compute_dtype=jnp.float64)))
+
+        value, gradient = jax.value_and_grad(total, allow_int=True)(tree)
+        return value, flatten(gradient)
+
+    with jax.enable_x64(True):
+        tree, wanted, expert = masked_expert(SPARSE, tree_of())
+        leaves = {
+            p: x.astype(float) if x.dtype.kind == "f" else x for p, x in flatten(tree).items()
+        }
+        by_hand = {p: wanted.get(p, x) for p, x in leaves.items() if "macdrop" not in p}
+        value, gradient = slopes(unflatten(leaves))
+        other, reference = slopes(unflatten(by_hand))
+        np.testing.assert_allclose(value, other, rtol=1e-12)
+        for path, kernel in wanted.items():
+            gone = kernel != leaves[path]
+            assert gone[expert].sum() > D and gone.any((1, 2)).sum() == 1
+            assert not gradient[path][gone].any() and np.abs(reference[path][gone]).max() > 1e-3
+            np.testing.assert_allclose(gradient[path][~gone], reference[path][~gone], atol=1e-12)
+
+
+def test_macdrop_of_one_expert_is_saved_folded_and_rejected_by_removals(tmp_path):
+    config = dataclasses.replace(SPARSE, family="mixtral")
+    tree, wanted, expert = masked_expert(config, tree_of())
+    save_pretrained(config, restack(config, tree), tmp_path / "kept", structure="keep")
+    _, params = read_pretrained(tmp_path / "kept")
+    again = flatten(unstack(params))
+    for path, leaf in flatten(tree).items():
+        np.testing.assert_array_equal(again[path], leaf)
+    folded = flatten(fold(config, tree))
+    assert not [path for path in folded if "macdrop" in path]
+    for path, kernel in wanted.items():
+        np.testing.assert_array_equal(folded[path], kernel)
+    refused(
+        "macdrop_.*fold the model first",
+        reduce_model,
+        config,
+        tree,
+        RemovalPlan("entropy", count=2),
+    )
+    rows = tree["layers"][int(path.split("/")[1])]["ffn"]["up"]["macdrop_rows"] = np.array(
+        again[path.replace("kernel", "macdrop_rows")]
+    )
+    for place, wrong in ((0, [M, M + 2, M + 1]), (expert, [1, 2, M])):
+        before, rows[place] = rows[place].copy(), wrong
+        name = tmp_path / f"{place}"
+        save_pretrained(config, restack(config, tree), name, structure="keep")
+        refused("macdrop_rows' must rise", read_pretrained, name, error=CheckpointError)
+        rows[place] = before
 
 
 def test_removal_inside_experts_is_masking():

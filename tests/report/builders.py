@@ -222,12 +222,12 @@ def adapted(path):
     return write_run(path, values | {"train_only": ["/lora_"], "lora": {"rank": 16}}, {"nll": 1.0})
 
 
-def massive(path, model, layer=2, indices=(5, 3, 1, 2, 0)):
+def massive(path, model, layer=2, indices=(5, 3, 1, 2, 0), **expert):
     """A run of configs/analyze.py:massive on three layers."""
     state = {"top": [9.0, 2.0, 1.0], "indices": [1, 2, 3], "median": 0.5}
     rows = [{"h_out": state, "intermediate": state | {"median": 0.1 * i}} for i in range(3)]
     values = {"analysis": "massive", "model": model, "layer": None, "token": None}
-    found = {"layer": layer, "indices": [*indices, 7, 8], "layers": rows}
+    found = {"layer": layer, "indices": [*indices, 7, 8], "layers": rows, **expert}
     return write_run(path, values, found)
 
 

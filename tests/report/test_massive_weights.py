@@ -63,6 +63,23 @@ def test_the_analysis_against_table_7(report, tmp_path):
     assert verdicts == ["holds", "does not hold"]
 
 
+@pytest.mark.parametrize(("expert", "said"), [
+    (4, "2 (expert 4); 7310, 7530, 11981, 7492, 3178, experts from 1"),
+    (5, "2 (expert 4); 7310, 7530, 11981, 7492, 3178, experts from 0"),
+    (3, None),
+])  # fmt: skip
+def test_mixtral_against_table_7(report, tmp_path, expert, said):
+    """The paper's "2 (expert 4)" may be counted from 0 or from 1."""
+    own, name = (7310, 7530, 11981, 7492, 3178), "Mixtral-8x7B-v0.1"
+    place = {"expert": expert, "expert_index": expert - 1}
+    tables = report("massive_weights", [massive(tmp_path / name, f"hub/{name}", 2, own, **place)])
+    rows = {row["Models"]: row for row in tables["table_7"] if row["from"] == "here"}
+    assert rows[name]["Layer"] == f"2 (expert {expert} from 1, {expert - 1} from 0)"
+    measured, verdict = claim(tables, "the massive layer and its five", name)
+    assert verdict == ("holds" if said else "does not hold")
+    assert measured.endswith(said or "2 (expert 3); 7310, 7530, 11981, 7492, 3178, experts from 1")
+
+
 def test_tasks_of_an_attacked_adapter_are_not_its_own(tmp_path):
     runs = [adapted(tmp_path / "lora")]
     for k, answers in ((0, [1, 1, 1, 0]), (3, [0, 1, 0, 0])):

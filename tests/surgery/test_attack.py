@@ -2,9 +2,18 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
-from tiny_models import LLAMA, our_logits, random_params, save_tiny, tiny_of, torch_model
+from tiny_models import (
+    LLAMA,
+    our_logits,
+    random_params,
+    save_tiny,
+    tiny_of,
+    torch_model,
+    with_experts,
+)
 from tiny_runs import refused
 
 from ffn_heterogeneity.io.load import Model
@@ -68,17 +77,33 @@ def test_states_are_those_of_transformers(torch, tmp_path):
     )
 
 
+@pytest.mark.parametrize("config", [LLAMA, with_experts()], ids=["dense", "experts"])
 @pytest.mark.parametrize("scope", ["massive", "layer", "others"])
-def test_whom_macdrop_drops(scope):
-    """MacDrop drops the k massive neurons of their layer, the whole layer, or all but those k."""
-    model = Model(LLAMA, random_params(LLAMA), None, "tiny")
-    order = massive_weights(LLAMA, model.params, layer=1).indices
-    rows = {"massive": order[:3], "layer": order, "others": order[3:]}[scope]
-    dropping, _ = SURGERIES["macdrop"](model, {"k": 3, "scope": scope, "layer": 1})
+def test_whom_macdrop_drops(config, scope):
+    """MacDrop drops the k massive neurons of their layer, the whole layer, or all but those k.
+
+    With experts: the massive expert's; the indices of the others are after its last neuron.
+    """
+    model = Model(config, random_params(config), None, "tiny")
+    massive = massive_weights(config, model.params, layer=1)
+    order, width = massive.indices, config.layers[1].ffn_width
+    rows = np.sort({"massive": order[:3], "layer": order, "others": order[3:]}[scope])
+    settings = {"k": 3, "scope": scope, "layer": 1}
+    dropping, report = SURGERIES["macdrop"](model, settings)
+    assert report == massive.where() | {"indices": order[:3].tolist()}
     dropped = {p: x for p, x in flatten(unstack(dropping.params)).items() if p.endswith("rows")}
     assert set(dropped) == {f"layers/1/ffn/{name}/macdrop_rows" for name in ("gate", "up")}
+    if massive.expert is not None:
+        assert massive.expert
+        rows = [rows if e == massive.expert else width + np.arange(len(rows)) for e in range(4)]
     for leaf in dropped.values():
-        np.testing.assert_array_equal(leaf, np.sort(rows))
+        np.testing.assert_array_equal(leaf, rows)
+
+    def on_shapes(params):
+        return SURGERIES["macdrop"](dataclasses.replace(model, params=params), settings)[0].params
+
+    shapes = (jax.eval_shape(on_shapes, model.params), dropping.params)
+    assert len({tuple((p, x.shape) for p, x in flatten(one).items()) for one in shapes}) == 1
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 12])

@@ -294,8 +294,6 @@ def loud(model, layer, expert, neuron):
 
 def test_what_supports_dense_layers_alone_says_so(tmp_path):
     model, text = model_of(), {"calibration": saved(ROWS)}
-    with pytest.raises(ValueError, match="has experts: MacDrop supports dense layers"):
-        SURGERIES["macdrop"](model, {"layer": 1})
     with pytest.raises(ValueError, match="supports dense layers, and layer 1 has experts"):
         SURGERIES["prune"](model, {"compensation": "state_ridge", "layers": [1]} | text)
     family = dataclasses.replace(model.config, family="mixtral", layers=(MIXED.layers[1],) * 4)

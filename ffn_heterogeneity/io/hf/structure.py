@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves, adapters_of, neuron_factor
+from ffn_heterogeneity.adapters.macdrop import no_rows
 from ffn_heterogeneity.adapters.nf4 import BLOCK, SCALES
 from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes
 from ffn_heterogeneity.io.assemble import FLOATS, all_finite, narrowed
@@ -220,7 +221,10 @@ def _read(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
             raise CheckpointError(f"{folder}: {path!r} contains NaN or infinity")
         if said and said.numbers:  # indices of neurons, unique and ascending
             end = sized[said.numbers]
-            if not leaf.size or not np.all(np.diff([-1, *leaf.tolist(), end]) > 0):
+            rows = leaf.reshape(-1, leaf.shape[-1])
+            if "expert" in said.axes:  # those of an expert without any come after the end
+                rows = rows[np.any(rows != no_rows(end, rows.shape[1]), axis=1)]
+            if not leaf.size or any(np.any(np.diff([-1, *row, end]) <= 0) for row in rows.tolist()):
                 raise CheckpointError(f"{folder}: {path!r} must rise, from 0 to below {end}")
         modules.setdefault(module, {})[name] = leaf
     for module, leaves in modules.items():
