@@ -212,6 +212,7 @@ def test_joined_rows_have_the_loss_of_rows_alone(files, tmp_path, states):
     assert losses[1] == pytest.approx(float(losses[0]), rel=1e-4) and losses[0] > 0
 
 
+@pytest.mark.slow
 def test_rounds_mask_more_and_rewind(files, tmp_path):
     """Two of the three rounds; models are trained, masked, trained, masked."""
     stages = ("round_1", "mask_1", "round_2", "mask_2")
