@@ -110,11 +110,14 @@ def fused(method: str, canonical: Any, spare: Any) -> str:
 def recovered(runs: Frame) -> Frame:
     """The last measurement of language models that were compressed or pruned and then trained."""
     keys = ("fuse.method", "fuse.canonical", "fuse.spare", "prune.criterion", "prune.compensation")
-    rows = c.need(runs, "recover.kind", "recover.base", "recover.steps", "stages", *keys)
+    keys_of_stage = [f"recover.{x}" for x in ("kind", "base", "steps", "export.weights")]
+    rows = c.need(runs, *keys_of_stage, "stages", *keys)
     rows = rows[rows["run"].str.fullmatch(r".*[/_]score") & rows["recover.kind"].notna()]
     for stage in ("fuse", "prune"):  # in the config of a job that leaves that stage out, too
         out = ~rows.stages.map(lambda stages, name=stage: name in (stages or ())).astype(bool)
         rows.loc[out, [name for name in rows if name.startswith(f"{stage}.")]] = None
+    best = rows["recover.export.weights"] == "best"  # the last weights depend on no evaluation
+    rows.loc[~best, [name for name in rows if name.startswith("recover.eval.")]] = None
     method = c.label(rows, recovered_from, *keys)
     steps = c.label(rows, "{:g}".format, "recover.steps")
     model = model_of(rows["recover.base"])
