@@ -132,3 +132,17 @@ def test_the_table_at_the_chosen_rate_is_the_report_of_its_archives():
         last = frame[frame.step.notna()].groupby("run").last()
         shallow = last[last["config.truncate.blocks"] <= 2].value
         assert len(shallow) == 2 and all(f"| {100 * x:.4g} |" in text for x in shallow)
+
+
+def test_the_table_of_recovery_is_the_report_of_its_archive():
+    """Evaluations on the way (4 batches, or all) are no difference, unless the best is scored."""
+    folder, paper = REPOSITORY / "docs/results", papers.load("mlp_fusion")
+    text = (folder / "recover_spread.md").read_text()
+    runs = gather(paper, [str(folder / "runs/spread-recover-smollm2.tar.xz")])[1]
+    assert runs["runs"]["recover.eval.max_batches"].nunique() == 2
+    drawn = {one.key: one for one in draw_all(paper, runs)}["after_recovery"]
+    cells = [x for row in rows_of(drawn) for x in row]
+    assert len(cells) > 15 and [x for x in cells if number(x) not in text] == []
+    best = {"runs": runs["runs"].assign(**{"recover.export.weights": "best"})}
+    with pytest.raises(ValueError, match=r"differ in recover\.eval\.max_batches"):
+        list(draw_all(paper, runs | best))
