@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 
 class LeafError(ValueError):
@@ -32,8 +33,8 @@ class Leaf:
       decays: whether weight decay applies (to kernels and tables; not to biases and norms).
       cut: False: replicated on every device of a mesh.
       sums: dimensions that its VALUES sum over, so that removing part of one changes the values.
-      numbers: the dimension of which its values are indices. In a leaf of experts, indices after
-        its end stand for none.
+      numbers: the dimension of which its values are indices. In a leaf of experts, `no_indices`
+        mark one that has none.
       dtype: dtype of data that are not real numbers.
       optional: added by a surgery; absent in files of other libraries and new models.
       broadcasts: it may lack leading axes; its axes are then the last ones.
@@ -93,6 +94,14 @@ class Leaf:
 def weights(*axes: str, **more: Any) -> Leaf:
     """Declaration of a kernel or a factor: it decays, and every token is multiplied by it."""
     return Leaf(axes, **{"decays": True, "reads": 1.0} | more)
+
+
+def no_indices(end: int, count: int) -> np.ndarray:
+    """Values of `Leaf.numbers` that index nothing: `count` indices from `end` upward.
+
+    They differ, because scatters rely on unique indices.
+    """
+    return end + np.arange(count, dtype=np.int32)
 
 
 def data(*axes: str, **more: Any) -> Leaf:

@@ -6,7 +6,7 @@ Bernoulli(1 - p_t), with one draw for gate and up as in Algorithm 1; kept values
 DoRA's norm is that of the masked kernel, as if the weights themselves were masked (Algorithm 1), so
 it restores the norms of masked columns: MacDrop has less effect there (docs/reproduce.md). It has
 no effect in evaluation and export. In a layer with experts the leaves have a leading axis of
-experts, and only the massive expert's rows are columns (`no_rows`).
+experts, and only the massive expert's rows are columns (`tree.no_indices`).
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ffn_heterogeneity.tree import nodes, replaced
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
@@ -119,14 +118,6 @@ def refresh(settings: Mapping[str, Any]) -> Callable[..., dict]:
         return params
 
     return function
-
-
-def no_rows(width: int, count: int) -> np.ndarray:
-    """Rows of an expert without masks: the `count` indices after the last column.
-
-    They differ, because the scatter in `drop` relies on unique indices.
-    """
-    return width + np.arange(count, dtype=np.int32)
 
 
 def init(fan_in: int, rows) -> dict[str, jax.Array]:

@@ -1,7 +1,8 @@
 """Reading of safetensors files (bf16 through ml_dtypes); `pieces` writes them.
 
 The `safetensors` library validates the header. A tensor is memory-mapped while it is in use, so a
-checkpoint is never in memory twice, and a file may be larger than the address space.
+checkpoint is never in memory twice, and its files together may exceed the address space (the
+library maps one whole file at a time).
 """
 
 import json

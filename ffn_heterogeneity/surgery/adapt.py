@@ -17,7 +17,7 @@ from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
 from ffn_heterogeneity.surgery.attack import Massive, massive_weights
-from ffn_heterogeneity.tree import flatten, is_abstract
+from ffn_heterogeneity.tree import flatten, is_abstract, no_indices
 from ffn_heterogeneity.wording import check_numbers, naming, settings_of
 
 
@@ -140,8 +140,8 @@ def insert_macdrop(
     """
     settings = settings_of(macdrop.Macdrop, settings)
     if is_abstract(model.params):
-        layer = model.config.layers[settings.layer or 0]
-        indices, expert = np.arange(layer.ffn_width), None if layer.experts is None else 0
+        assumed = model.config.layers[settings.layer or 0]
+        indices, expert = np.arange(assumed.ffn_width), None if assumed.experts is None else 0
         massive = Massive(settings.layer or 0, indices, np.zeros(len(indices)), [], expert)
     else:
         massive = massive_weights(model.config, model.params, settings.layer, settings.token)
@@ -149,13 +149,12 @@ def insert_macdrop(
     if k > len(indices):
         raise ValueError(f"k={k}: layer {layer} (from 0) has {len(indices)} neurons")
     rows = {"massive": indices[:k], "layer": indices, "others": indices[k:]}[settings.scope]
-
     block = Place(layer, massive.expert, "ffn").path
 
     def put(path: str, leaves: dict, kernel_key: jax.Array) -> dict:
         fan_in, width = jax.eval_shape(effective_kernel, leaves).shape
         ours = path.startswith(f"{block}/")
-        chosen = np.sort(rows) if ours else macdrop.no_rows(width, len(rows))
+        chosen = np.sort(rows) if ours else no_indices(width, len(rows))
         return leaves | macdrop.init(fan_in, chosen)
 
     report = massive.where() | {"indices": indices[:k].tolist()}

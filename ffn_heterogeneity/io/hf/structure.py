@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves, adapters_of, neuron_factor
-from ffn_heterogeneity.adapters.macdrop import no_rows
 from ffn_heterogeneity.adapters.nf4 import BLOCK, SCALES
 from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes
 from ffn_heterogeneity.io.assemble import FLOATS, all_finite, narrowed
@@ -33,7 +32,7 @@ from ffn_heterogeneity.models.leaves import Place, declared_at, sizes
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.tree import Leaf, LeafError, flatten, unflatten
+from ffn_heterogeneity.tree import Leaf, LeafError, flatten, no_indices, unflatten
 from ffn_heterogeneity.wording import naming
 
 FOLDER, KEY = "structure", "structure"
@@ -223,7 +222,7 @@ def _read(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
             end = sized[said.numbers]
             rows = leaf.reshape(-1, leaf.shape[-1])
             if "expert" in said.axes:  # those of an expert without any come after the end
-                rows = rows[np.any(rows != no_rows(end, rows.shape[1]), axis=1)]
+                rows = rows[np.any(rows != no_indices(end, rows.shape[1]), axis=1)]
             if not leaf.size or any(np.any(np.diff([-1, *row, end]) <= 0) for row in rows.tolist()):
                 raise CheckpointError(f"{folder}: {path!r} must rise, from 0 to below {end}")
         modules.setdefault(module, {})[name] = leaf
