@@ -16,12 +16,13 @@ def get_config() -> ConfigDict:
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
             "revision": placeholder(str),  # branch, tag or commit of a hub id
-            # A UTF-8 text file, tokenised whole without special tokens ...
+            # A UTF-8 text file, tokenised whole without special tokens; or a directory of such
+            # files, measured together and each on its own ...
             "text": "",
             # ... or integers [windows, length] in a .npy file, used whole, bos already in place.
             "token_ids": "",
             "window": 512,  # predictions in a window
-            "max_windows": 0,  # how many windows at most; 0: all
+            "max_windows": 0,  # how many windows at most, of each text; 0: all
             "window_every": 1,  # 25: every 25th window, spread over the text
             # Regular expression of lines that begin a document: intervals then draw documents.
             "document": "",  # WikiText's articles: "^ = [^=].*[^=] = $"

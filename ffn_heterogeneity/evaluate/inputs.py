@@ -9,7 +9,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.data.packing import Encoder
-from ffn_heterogeneity.data.sources import read_utf8
+from ffn_heterogeneity.data.sources import TEXT_SUFFIXES, read_utf8
 from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
 from ffn_heterogeneity.data.windows import document_starts, text_windows, window_documents
 from ffn_heterogeneity.io.load import Model
@@ -107,7 +107,7 @@ class TextSettings(ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerplexitySettings(TextSettings):
-    """Windows whose perplexity is measured.
+    """Windows whose perplexity is measured; `text` may be a directory of text files.
 
     Attributes:
       document: regular expression of the lines of `text` that begin a document; "": none do.
@@ -119,14 +119,34 @@ class PerplexitySettings(TextSettings):
         """The text or the ids of `TextSettings.read`; `document` must match a line.
 
         Raises:
-          ValueError: as `TextSettings.read` and `document_starts`.
+          ValueError: as `TextSettings.read` and `document_starts`; a directory without texts.
         """
+        if "" not in (files := self.files()):
+            return [one.read() for one in files.values()]
         content = super().read()
         if self.document:
             if self.token_ids:
                 raise ValueError(f"document={self.document!r} needs text, got token_ids")
             document_starts(content, self.document)
         return content
+
+    def files(self) -> dict[str, "PerplexitySettings"]:
+        """Settings of each text file of a directory, by its name; else {"": these settings}.
+
+        Raises:
+          ValueError: the directory has no text file, or two of one name.
+        """
+        folder = epath.Path(self.text or os.devnull)
+        if not folder.is_dir():
+            return {"": self}
+        paths = sorted(path for path in folder.iterdir() if path.suffix in TEXT_SUFFIXES)
+        files = {path.stem: dataclasses.replace(self, text=os.fspath(path)) for path in paths}
+        if not files or len(files) < len(paths):
+            raise ValueError(
+                f"text={self.text} is a directory with {len(paths)} text files "
+                f"({', '.join(TEXT_SUFFIXES)}) of {len(files)} names: give each its own name"
+            )
+        return files
 
     def documents(self, model: Model, count: int) -> list[int]:
         """`window_documents` of the first `count` windows."""

@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +17,7 @@ from ffn_heterogeneity.probes.observe import token_batches
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def window_nll(config: ModelConfig, options: causal_lm.RunOptions, params: dict, batch: dict):
-    """Summed NLL in nats and number of predictions of each row: ([B], [B]).
+    """Each row's summed NLL in nats, number of predictions, and how many are right: 3 x [B].
 
     Args:
       batch: from `token_batches`, [B, T + 1]; a row without tokens does not count.
@@ -29,7 +31,7 @@ def window_nll(config: ModelConfig, options: causal_lm.RunOptions, params: dict,
         sums = chunked_nll(
             hidden, kernel, targets, valid, layout=layout, softcap=config.final_softcap
         )
-        return sums.total, sums.count
+        return sums.total, sums.count, sums.correct
 
     return jax.lax.map(one, (hidden, rows[:, 1:], valid))
 
@@ -50,7 +52,8 @@ def perplexity(
       rows: int [windows, length]; every position after the first is predicted.
 
     Returns:
-      {"perplexity", "nll" (nats per token), "tokens" (predictions), "windows", "nll_windows": NLL
+      {"perplexity", "nll" (nats per token), "accuracy" (share of the predictions whose token has the
+      largest logit), "tokens" (predictions), "windows", "nll_windows" and "accuracy_windows": both
       of each window}.
 
     Raises:
@@ -59,22 +62,38 @@ def perplexity(
     """
     causal_lm.require_language_model(config, "perplexity")
     rows = checked_rows(np.asarray(rows), config.vocab_size)
-    params, nlls, counts = jax.device_put(params), [], []
+    params, sums = jax.device_put(params), []
     size = min(batch_size, len(rows))
     for number, batch in enumerate(token_batches(rows, size, progress=progress)):
-        nll, count = window_nll(config, options, params, batch)
-        if np.isnan(nll).any():
+        sums.append(np.asarray(window_nll(config, options, params, batch), float))
+        if np.isnan(sums[-1]).any():
             first = number * size
             raise ValueError(f"the NLL of the windows from {first} on is NaN: {OVERFLOW}")
-        nlls, counts = [*nlls, *np.asarray(nll, float)], [*counts, *np.asarray(count, int)]
-    nlls, counts = (np.array(each[: len(rows)]) for each in (nlls, counts))
+    nlls, counts, right = np.concatenate(sums, axis=1)[:, : len(rows)]
     tokens = int(counts.sum())
     nll = float(nlls.sum()) / tokens
     return {
         # A model broken by an attack may exceed the range of a float.
         "perplexity": math.exp(nll) if nll < 700 else math.inf,
         "nll": nll,
+        "accuracy": float(right.sum()) / tokens,
         "tokens": tokens,
         "windows": len(rows),
         "nll_windows": (nlls / counts).tolist(),
+        "accuracy_windows": (right / counts).tolist(),
+    }
+
+
+def by_text(results: Mapping[str, Any], windows: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """{name: "nll", "accuracy" and "windows"} of several texts measured together.
+
+    Args:
+      results: from `perplexity`, of the texts' windows in order, all equally long.
+      windows: name -> number of windows.
+    """
+    ends = np.cumsum([*windows.values()])[:-1]
+    parts = {x: np.split(results[f"{x}_windows"], ends) for x in ("nll", "accuracy")}
+    return {
+        name: {x: float(part[i].mean()) for x, part in parts.items()} | {"windows": count}
+        for i, (name, count) in enumerate(windows.items())
     }

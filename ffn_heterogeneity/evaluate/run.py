@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -17,7 +18,7 @@ from ffn_heterogeneity.evaluate.displacement import DisplacementSettings, displa
 from ffn_heterogeneity.evaluate.inputs import ModelSettings, PerplexitySettings
 from ffn_heterogeneity.evaluate.lesions import LesionSettings, lesions
 from ffn_heterogeneity.evaluate.massive import MassiveSettings, massive
-from ffn_heterogeneity.evaluate.perplexity import perplexity
+from ffn_heterogeneity.evaluate.perplexity import by_text, perplexity
 from ffn_heterogeneity.evaluate.tasks import HarnessSettings, evaluate_tasks
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
@@ -87,20 +88,30 @@ def _chosen(config: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def score(settings: PerplexitySettings, model: Model, workdir: epath.Path | None = None) -> dict:
-    """Perplexity of a model in memory."""
-    rows = settings.rows(model)
-    documents = settings.documents(model, len(rows)) if settings.document else None
-    results = perplexity(model.config, model.params, rows, **settings.how)
+    """Perplexity of a model in memory; of a directory of texts also of each text ("texts")."""
+    rows, documents = {}, []
+    for name, one in settings.files().items():
+        rows[name] = one.rows(model)
+        if settings.document:
+            first = documents[-1] + 1 if documents else 0
+            documents += [first + x for x in one.documents(model, len(rows[name]))]
+    windows = np.concatenate([*rows.values()])
+    results = perplexity(model.config, model.params, windows, **settings.how)
     results |= {"window_documents": documents} if documents else {}
+    if "" not in rows:
+        results["texts"] = by_text(results, {name: len(one) for name, one in rows.items()})
     bos = "in token_ids" if settings.token_ids else settings.bos
     return results | {"bos": bos, "model": settings.model}
 
 
 def _perplexity_line(results: Mapping[str, Any]) -> str:
-    return (
+    parts = [
         f"perplexity {results['perplexity']:.4f} (nll {results['nll']:.5f} nats, "
         f"{results['tokens']:,} tokens in {results['windows']} windows)"
-    )
+    ]
+    for name, one in results.get("texts", {}).items():
+        parts.append(f"{name}: nll {one['nll']:.5f}, accuracy {one['accuracy']:.4f}")
+    return "\n".join(parts)
 
 
 def _tasks_table(results: Mapping[str, Any]) -> str:

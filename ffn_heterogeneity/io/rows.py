@@ -55,6 +55,7 @@ _NO_MEASUREMENTS = (
     "protocol",
     "windows",
     "nll_windows",
+    "accuracy_windows",
     "window_documents",
     "magnitudes",
     "answers",
@@ -173,8 +174,9 @@ def _row(name: str, value: Any, where: Mapping[str, Any]) -> dict[str, Any]:
 
 def _interval(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Fields low, high, n and how of a value, from the keys next to it; n and units of windows."""
-    if name in ("nll", "perplexity") and "nll_windows" in values:
-        return {"n": len(values["nll_windows"]), "units": f"{RESULTS}:nll_windows"}
+    windows = f"{'nll' if name == 'perplexity' else name}_windows"
+    if windows in values:
+        return {"n": len(values[windows]), "units": f"{RESULTS}:{windows}"}
     if name in ("nll", "perplexity") and _is_int(values, "windows"):
         return {"n": values["windows"]}
     low, high = (values.get(f"{name}_{end}") for end in ("low", "high"))

@@ -66,6 +66,31 @@ def test_every_second_window_is_saved_with_its_document(model, tmp_path):
     refused("needs text, got token_ids", run, config, tmp_path / "ids")
 
 
+def test_a_directory_of_texts_is_measured_together_and_text_by_text(model, tmp_path):
+    folder, separate = tmp_path / "texts", {}
+    folder.mkdir()
+    (folder / "notes.json").write_text("no text")
+    spread = {"model": str(model), "window": 20, "window_every": 2, "max_windows": 3}
+    config = config_of("perplexity", text=str(folder), **spread)
+    refused("a directory with 0 text files", run, config, tmp_path / "empty")
+    for name, length in (("a", 50), ("b", 400)):
+        (folder / f"{name}.txt").write_text("# 1\n# 2\n" + name * length)
+        one = config_of("perplexity", text=str(folder / f"{name}.txt"), **spread)
+        separate[name] = run(one, tmp_path / name)
+    config.document = "^# "
+    results = run(config, tmp_path / "run")
+    assert [one["windows"] for one in results["texts"].values()] == [1, 3]
+    for name, one in separate.items():
+        for what in ("nll", "accuracy"):
+            assert results["texts"][name][what] == pytest.approx(one[what], rel=1e-6)
+    assert results["nll"] == pytest.approx(np.mean(results["nll_windows"]), rel=1e-6)
+    assert len(set(results["window_documents"][1:]) & set(results["window_documents"][:1])) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run/rows.jsonl").read_text().splitlines()]
+    assert {"texts/a/nll", "texts/b/accuracy"} <= {row["what"] for row in rows}
+    (folder / "a.md").write_text("the same name")
+    refused("3 text files .* of 2 names", run, config, tmp_path / "names")
+
+
 @pytest.mark.parametrize("dtype", [np.int64, np.uint16])
 def test_token_ids_are_used_whole(torch, model, tmp_path, dtype):
     rows = np.random.default_rng(0).integers(0, 258, (5, 33)).astype(dtype)
@@ -85,11 +110,15 @@ def test_batches_do_not_matter_and_soft_caps_count():
     rows = np.random.default_rng(0).integers(0, 29, (5, 11))
     logits = tiny_models.our_logits(GEMMA2, params, rows[:, :-1]).astype(np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    rows[:, -1] = logits[:, -1].argmax(-1)  # the last prediction is right
     expected = -np.take_along_axis(log_p, rows[:, 1:, None], -1).mean()
+    right = logits.argmax(-1) == rows[:, 1:]
     for batch_size in (1, 2, 5, 64):
         result = perplexity(GEMMA2, params, rows, batch_size=batch_size, progress=None)
         assert abs(result["nll"] - expected) < 1e-6
         assert result["tokens"] == 50
+        assert np.allclose(result["accuracy_windows"], right.mean(1))
+        assert result["accuracy"] == pytest.approx(right.mean())
 
 
 def test_a_broken_model_has_infinite_perplexity(tmp_path):
