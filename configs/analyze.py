@@ -7,6 +7,8 @@ Command:   python scripts/analyze.py --config=configs/analyze.py:connectivity --
            python scripts/analyze.py --config=configs/analyze.py:lesions --config.model=<any> \
              --config.text=<text>
            python scripts/analyze.py --config=configs/analyze.py:ntk --config.model=<any>
+           python scripts/analyze.py --config=configs/analyze.py:experts --config.model=<any> \
+             --config.text=<directory of texts>
 Hardware:  any CPU with the model's size in memory; an accelerator is used where there is one.
 Hours:     seconds for SmolLM2-135M; displacement on 40 windows of 512: half a minute on 2 cores;
            lesions an hour or two (it prints as it goes, and resumes where it was stopped); ntk of
@@ -23,6 +25,7 @@ stands alone, the layer and the neurons that massive activations come from, and 
 other places of a sentence (House of Cards, section 2, Figures 2 and 3). lesions: what the loss of
 one neuron alone costs, of every neuron of the massive layer and of some others. ntk: how far
 compressing one feed-forward block moves its outputs and its tangent kernel (MLP Fusion, Table I).
+experts: each expert's share of each text's tokens, and how similar the experts' outputs are.
 """
 
 from ml_collections import ConfigDict
@@ -34,7 +37,7 @@ from configs import fuse, perplexity
 def get_config(analysis: str = "connectivity") -> ConfigDict:
     config = ConfigDict(
         {
-            "analysis": analysis,  # connectivity | displacement | massive | lesions | ntk
+            "analysis": analysis,  # connectivity | displacement | massive | ...
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
             "revision": placeholder(str),  # branch, tag or commit of a hub id
@@ -54,6 +57,12 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
         config.token = placeholder(int)  # instead of bos
         config.others = 300  # neurons of other layers, drawn by the seed
         config.seed = 0
+        return config
+    if analysis == "experts":
+        config = perplexity.get_config()  # text: a file, or a directory; window ...
+        del config.document
+        config.update({"analysis": analysis, "max_windows": 20})
+        config.against = ()  # directories of other models, of other seeds for example
         return config
     if analysis == "ntk":
         config.layer = 0  # whose block is compressed and looked at, from 0

@@ -312,7 +312,7 @@ def analyze(
 
     Args:
       analysis: an analysis of configs/analyze.py: "connectivity", "massive", "displacement",
-        "lesions", "ntk"; "": "displacement" if a text is given, else "connectivity".
+        "lesions", "ntk", "experts"; "": "displacement" if a text is given, else "connectivity".
       workdir: directory for results.json and figures; None: they are not saved.
       settings: the config's keys; "__" means a dot. `text` is a file, or the text itself (if it
         contains a space and is not a file).

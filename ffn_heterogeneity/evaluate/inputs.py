@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -130,7 +130,7 @@ class PerplexitySettings(TextSettings):
             document_starts(content, self.document)
         return content
 
-    def files(self) -> dict[str, "PerplexitySettings"]:
+    def files(self) -> Mapping[str, "PerplexitySettings"]:
         """Settings of each text file of a directory, by its name; else {"": these settings}.
 
         Raises:

@@ -155,8 +155,8 @@ def _draw(result: dict, workdir: epath.Path) -> None:
         return {label: {x: v[i] for x, v in values.items()} for i, label in enumerate(labels)}
 
     if any(result.get("router", ())):
-        title = f"router, token {result['token']} alone"
-        probabilities_figure(result["router"], title, workdir / "massive_router.png")
+        panels = {f"router, token {result['token']} alone": result["router"]}
+        probabilities_figure(panels, workdir / "massive_router.png")
     depth = {
         title: lines({i: row[state] for i, row in enumerate(result["layers"], 1)})
         for title, state in (("intermediate state", "intermediate"), ("hidden state", "h_out"))

@@ -52,9 +52,9 @@ def perplexity(
       rows: int [windows, length]; every position after the first is predicted.
 
     Returns:
-      {"perplexity", "nll" (nats per token), "accuracy" (share of the predictions whose token has the
-      largest logit), "tokens" (predictions), "windows", "nll_windows" and "accuracy_windows": both
-      of each window}.
+      {"perplexity", "nll" (nats per token), "accuracy" (share of the predictions that are the token
+      of largest logit), "tokens" (predictions), "windows", "nll_windows" and "accuracy_windows":
+      both of each window}.
 
     Raises:
       ValueError: an encoder; rows that are not 2-D integers of at least two columns, or hold ids

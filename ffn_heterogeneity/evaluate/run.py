@@ -15,6 +15,7 @@ from ffn_heterogeneity.evaluate.classify import ClassifySettings, classify_file
 from ffn_heterogeneity.evaluate.compressions import NtkSettings, ntk
 from ffn_heterogeneity.evaluate.connectivity import connectivity
 from ffn_heterogeneity.evaluate.displacement import DisplacementSettings, displacement
+from ffn_heterogeneity.evaluate.expert_use import ExpertSettings, experts
 from ffn_heterogeneity.evaluate.inputs import ModelSettings, PerplexitySettings
 from ffn_heterogeneity.evaluate.lesions import LesionSettings, lesions
 from ffn_heterogeneity.evaluate.massive import MassiveSettings, massive
@@ -157,4 +158,5 @@ EVALUATIONS = {
     "massive": Measurement(MassiveSettings, massive),
     "lesions": Measurement(LesionSettings, lesions),
     "ntk": Measurement(NtkSettings.of, ntk),
+    "experts": Measurement(ExpertSettings, experts),
 }

@@ -209,22 +209,36 @@ def curves_figure(
 
 
 def probabilities_figure(
-    rows: Sequence[Sequence[float]], title: str, path: str | os.PathLike
+    panels: Mapping[str, Sequence[Sequence[float]]],
+    path: str | os.PathLike,
+    names: Sequence[str] = (),
+    label: str = "probability",
 ) -> None:
-    """Save a heat map of probabilities: a row for each layer (from 1), a column for each expert.
+    """Save heat maps: a row for each layer (from 1), or for each name, a column for each expert.
 
     Without matplotlib: as `curves_figure`.
+
+    Args:
+      panels: title -> rows, which may be of unequal lengths.
+      names: of the rows; then colors end at the largest value, else at 1.
     """
     if not _can_draw(path):
         return
-    columns = max(map(len, rows))
-    image = np.array([[*row, *[np.nan] * (columns - len(row))] for row in rows])
-    figure, (axis,) = _axes(1, 1, max(4.0, 1.5 + 0.3 * columns), 1.5 + 0.25 * len(rows))
-    places = range(columns), range(1, len(rows) + 1)
-    shown = axis.pcolormesh(*places, image, cmap="cividis", vmin=0, vmax=1)
-    axis.invert_yaxis()
-    axis.set(xlabel="router column (from 0)", ylabel="layer (from 1)", title=_safe(title))
-    figure.colorbar(shown, ax=axis, label="probability")
+    every = [row for rows in panels.values() for row in rows]
+    columns, top = max(map(len, every)), max(map(max, every)) if names else 1
+    size = max(4.0, 1.5 + 0.3 * columns) * len(panels), 1.5 + 0.25 * len(every) / len(panels)
+    figure, axes = _axes(1, len(panels), *size)
+    for axis, (title, rows) in zip(axes, panels.items(), strict=True):
+        image = np.array([[*row, *[np.nan] * (columns - len(row))] for row in rows])
+        places = range(columns), range(1, len(rows) + 1)
+        shown = axis.pcolormesh(*places, image, cmap="cividis", vmin=0, vmax=top)
+        axis.invert_yaxis()
+        axis.set(xlabel="router column (from 0)", title=_safe(title))
+        if names:
+            axis.set_yticks(places[1], map(_safe, names))
+        else:
+            axis.set_ylabel("layer (from 1)")
+    figure.colorbar(shown, ax=list(axes), label=label)
     save(figure, path)
 
 

@@ -6,7 +6,7 @@ layer on top of the merged one before it.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
-from ffn_heterogeneity.models.experts import Experts
+from ffn_heterogeneity.models.experts import Experts, Rows
 from ffn_heterogeneity.probes.experts import expert_probe
 from ffn_heterogeneity.probes.observe import token_batches
 from ffn_heterogeneity.surgery.blockwise import embedded, one_layer
@@ -43,6 +43,22 @@ class Seen(NamedTuple):
     logits: np.ndarray
     outputs: np.ndarray | None = None
     states: np.ndarray | None = None
+
+
+class Everywhere(NamedTuple):
+    """Every routed expert applied to each of N tokens.
+
+    Attributes:
+      rows: the number of each token's row, [N].
+      streams: the residual streams before the layer, [N, D].
+      columns: the router's choices, [N, k].
+      outputs: of the experts, without gates, float32 [E, N, D].
+    """
+
+    rows: np.ndarray
+    streams: np.ndarray
+    columns: np.ndarray
+    outputs: jax.Array
 
 
 class ExpertText:
@@ -84,6 +100,18 @@ class ExpertText:
         outputs = sums["outputs"][shared:, shared:]
         return seen._replace(outputs=outputs, states=np.concatenate(states, axis=1))
 
+    def everywhere(self, layer: int, leaves: dict) -> Iterator[Everywhere]:
+        """Apply all experts of a layer to the tokens of each batch, padding excluded."""
+        config, leaves, first = self._one(self._config.layers[layer]), jax.device_put(leaves), 0
+        for x, batch in zip(self._streams, self._batches, strict=True):
+            columns, outputs = _applied(config, leaves, x, batch)
+            real = batch["segment_ids"].reshape(-1) > 0
+            rows = first + np.arange(len(real)) // x.shape[1]
+            streams = np.asarray(x, np.float32).reshape(len(real), -1)[real]
+            outputs = outputs[config.layers[0].shared :, real]
+            yield Everywhere(rows[real], streams, np.asarray(columns)[real], outputs)
+            first += len(x)
+
     def move(self, layer: LayerConfig, leaves: dict) -> None:
         """Pass the streams through a layer."""
         config, leaves = self._one(layer), jax.device_put(leaves)
@@ -107,16 +135,34 @@ def _observed(
     found = {"tokens": sums["tokens"], "gated": sums["gated"], "count": jnp.sum(real)}
     found["logits"] = logits.T @ logits
     if every:
-        routed = dataclasses.replace(layer, top_k=layer.columns, gates="softmax")
-        _, routing = Experts(config, routed).apply({"params": leaves["ffn"]}, seen.ffn_input)
-        rows = routing.rows
+        rows = _every_row(config, leaves, seen.ffn_input)
         gated = jnp.where(real[rows.tokens], rows.gates, 0)[:, None] * rows.outputs
-
-        def by_expert(values: jax.Array) -> jax.Array:
-            empty = jnp.zeros((layer.experts, len(real), values.shape[-1]), jnp.float32)
-            return empty.at[rows.experts, rows.tokens].set(values.astype(jnp.float32))
-
-        outputs = by_expert(gated)
+        outputs = _by_expert(layer, rows, gated, len(real))
         found["outputs"] = jnp.einsum("rnd,snd->rs", outputs, outputs)
-        found["states"] = by_expert(rows.states)
+        found["states"] = _by_expert(layer, rows, rows.states, len(real))
     return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _applied(
+    config: ModelConfig, leaves: dict, x: jax.Array, batch: dict
+) -> tuple[jax.Array, jax.Array]:
+    """(chosen columns [B T, k], outputs of all experts [E, B T, D]) of one layer."""
+    _, seen = causal_lm.one_layer(config, 0, leaves, x, batch)
+    rows, tokens = _every_row(config, leaves, seen.ffn_input), x.shape[0] * x.shape[1]
+    outputs = _by_expert(config.layers[0], rows, rows.outputs, tokens)
+    return seen.routing.columns.reshape(tokens, -1), outputs
+
+
+def _every_row(config: ModelConfig, leaves: dict, ffn_input: jax.Array) -> Rows:
+    """Rows of every expert for every token, with the softmax probability as the gate."""
+    layer = config.layers[0]
+    routed = dataclasses.replace(layer, top_k=layer.columns, gates="softmax")
+    _, routing = Experts(config, routed).apply({"params": leaves["ffn"]}, ffn_input)
+    return routing.rows
+
+
+def _by_expert(layer: LayerConfig, rows: Rows, values: jax.Array, tokens: int) -> jax.Array:
+    """Values of rows by expert and token, float32 [E, tokens, ...]."""
+    empty = jnp.zeros((layer.experts or 0, tokens, values.shape[-1]), jnp.float32)
+    return empty.at[rows.experts, rows.tokens].set(values.astype(jnp.float32))
