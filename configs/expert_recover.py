@@ -1,0 +1,93 @@
+"""Ways to shrink the experts of a mixture of experts, each before and after recovery by training.
+
+Command:   python scripts/sweep.py --config=configs/expert_recover.py:<model>,tokens --sweep=half \
+             --config.recover.data.path=<tokens> --config.remove.calibration=<text> \
+             --config.merge.calibration=<text> --config.after.text=<held-out text or directory> \
+             --config.before.text=<the same> --workdir=runs/half
+           The argument is <model>,<data> as of configs/nucl_finetune.py. Sweeps: half | quarter:
+           so much of the experts' parameters stays; own: half, on self-generated text; active:
+           half of the experts, and top_k 1; whole: the recovery alone.
+Hardware:  any CPU for a small model; else that of configs/nucl_finetune.py.
+Hours:     a model of 4 layers x 192 on one CPU core: two minutes a point.
+Paper:     MLP Fusion has M-SMoE as a baseline; the other rows are of REAP, REAM, AIMER, MoNE and
+           ResMoE (docs/howto/experts.md). The recovery's settings are ours.
+
+One of the stages remove, merge, fuse and prune makes the model smaller: removal of experts, merged
+experts, or fewer neurons in each. The router is frozen while the model recovers.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from configs import prune_recover
+from ffn_heterogeneity.launch.sweep import chain, point, product
+
+
+def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,tokens") -> ConfigDict:
+    config = prune_recover.get_config(argument)
+    config.stages = ("remove", "before", "recover", "after")
+    text = {"calibration": "own", "calibration_tokens": 8192}
+    # configs/experts.py and configs/fuse.py explain the keys of these four.
+    config.remove = {"kind": "surgery", "base": "experts:experts", "rule": "reap", "ratio": 0.5}
+    config.remove.update({"top_k": placeholder(int), "constant": False, "seed": 0} | text)
+    config.merge = {"kind": "surgery", "base": "experts:merge_experts", "method": "m_smoe"}
+    config.merge.update({"ratio": 0.5, "share": 0.375} | text)
+    config.fuse = {"kind": "surgery", "base": "fuse", "method": "fusion", "ratio": 0.5, "seed": 0}
+    config.prune = {"kind": "surgery", "base": "prune", "criterion": "entropy", "ratio": 0.5}
+    config.recover.update({"freeze": (".*/router/.*",), "steps": 100, "batch_size": 4})
+    config.before = config.score.copy_and_resolve_references()
+    config.after = config.score.copy_and_resolve_references()
+    del config.score
+    return config
+
+
+KIND = "train"
+ON_TEXT = ("frequency", "reap", "msan")
+EXPERTS = 8  # of the model: ResMoE stores a barycenter, as large as one of them, and residuals
+
+
+def made_by(stage: str):
+    """Another stage than removal makes the model smaller."""
+    return point(stage, {"stages": (stage, "before", "recover", "after")})
+
+
+def on_text(kept: float):
+    """Points that read calibration text; `kept`: share of the experts."""
+    lost = (1 - kept,)
+    removal = {"remove.rule": ON_TEXT, "remove.ratio": lost}
+    constants = {"remove.rule": ("mone",), "remove.ratio": lost, "remove.constant": (True,)}
+    merging = {"merge.method": ("m_smoe", "ream"), "merge.ratio": lost}
+    return chain(product(removal), product(constants), product(made_by("merge"), merging))
+
+
+def removal_on_weights(kept: float):
+    """Points that remove experts without text, at random three times."""
+    lost = (1 - kept,)
+    drawn = {"remove.rule": ("random",), "remove.ratio": lost, "remove.seed": (0, 1, 2)}
+    return chain(
+        product({"remove.rule": ("aimer", "entropy"), "remove.ratio": lost}), product(drawn)
+    )
+
+
+def on_weights(kept: float):
+    """Points without text; `kept`: share of the experts' parameters."""
+    lost = (1 - kept,)
+    residuals = {"merge.method": ("resmoe",), "merge.share": (kept - 1 / EXPERTS,)}
+    return chain(
+        removal_on_weights(kept),
+        product(made_by("merge"), residuals),
+        product(made_by("fuse"), {"fuse.method": ("fusion", "merged"), "fuse.ratio": lost}),
+        product(made_by("prune"), {"prune.criterion": ("entropy",), "prune.ratio": lost}),
+    )
+
+
+OWN = point("own", {"remove.calibration": "own", "merge.calibration": "own"})
+ONE = point("top_1", {"remove.top_k": 1})
+SWEEPS = {
+    "whole": point("whole", {"stages": ("before", "recover", "after")}),
+    "half": chain(on_weights(0.5), on_text(0.5)),
+    "quarter": chain(on_weights(0.25), on_text(0.25)),
+    "own": product(OWN, on_text(0.5)),
+    # As many active parameters as half of the neurons of two experts have.
+    "active": product(ONE, chain(removal_on_weights(0.5), on_text(0.5)[:4])),
+}
