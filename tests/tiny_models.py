@@ -61,14 +61,19 @@ def tiny_of(family: str, layers: int = 6) -> ModelConfig:
     """The family's first preset with few small layers; its pattern of layers and details stay."""
     config, _ = next(iter(families.FAMILIES[family].presets.values()))
     fewer = {"experts": 4, "top_k": 2} if config.layers[0].experts else {}
+    encoder = layers // 2 if config.kind == "encoder_decoder" else 0
+    first = config.layers[:layers]
+    first = first if not encoder else (*first[:encoder], *config.layers[encoder - layers :])
     small_layers = tuple(
         dataclasses.replace(layer, ffn_width=12, window=layer.window and 3, **fewer)
-        for layer in config.layers[:layers]
+        for layer in first
     )
     sizes = {"vocab_size": 29, "d_model": 8, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
     if family == "gpt_neox":
         # It has no grouped queries, heads fill the width, and 1/4 of a head rotates.
         sizes |= {"d_model": 16, "n_heads": 2, "head_dim": 8}
+    if encoder:  # no grouped queries
+        sizes |= {"n_kv_heads": 4, "n_encoder_layers": encoder, "output_multiplier": 8**-0.5}
     if config.position_rows:
         sizes |= {"d_model": 16, "n_kv_heads": 4, "max_position": 24}
     ids = {"bos_id": 0, "eos_id": 1, "pad_id": None}
@@ -124,12 +129,21 @@ def free_address() -> str:
         return f"localhost:{listener.getsockname()[1]}"
 
 
-def batch_of(vocab: int, rows: int = 3, length: int = 10, seed: int = 0) -> dict:
-    """A batch with two documents per row and padding at the end."""
+def batch_of(vocab: int, rows: int = 3, length: int = 10, seed: int = 0, encoder: int = 0) -> dict:
+    """A batch with two documents per row and padding at the end.
+
+    Args:
+      encoder: length of further rows, for an encoder; the last token is padding.
+    """
     rng = np.random.default_rng(seed)
     segments = np.repeat([1, 2, 0], [4, length - 6, 2])[None].repeat(rows, 0).astype(np.int32)
     positions = np.concatenate([np.arange(4), np.arange(length - 4)])[None].repeat(rows, 0)
-    return {
+    batch = {}
+    if encoder:
+        batch["encoder_tokens"] = rng.integers(0, vocab, (rows, encoder)).astype(np.int32)
+        real = np.arange(encoder) < encoder - 1
+        batch["encoder_segment_ids"] = np.tile(real, (rows, 1)).astype(np.int32)
+    return batch | {
         "tokens": rng.integers(0, vocab, (rows, length)).astype(np.int32),
         "targets": rng.integers(0, vocab, (rows, length)).astype(np.int32),
         "loss_mask": (segments > 0) & (rng.random((rows, length)) < 0.8),

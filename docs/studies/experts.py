@@ -24,7 +24,12 @@ KEYS = ("remove.rule", "remove.ratio", "merge.method", "merge.ratio", "merge.sha
 KEYS += ("fuse.ratio", "prune.criterion", "prune.ratio")
 READ = ("remove.calibration", "merge.calibration", "remove.top_k")
 NAMES = {"reap": "REAP", "aimer": "AIMER", "msan": "MSAN", "mone": "MoNE", "m_smoe": "M-SMoE"}
-NAMES |= {"ream": "REAM", "resmoe": "ResMoE", "merged": "merged neurons", "fusion": "fusion"}
+NAMES |= {
+    "ream": "REAM",
+    "resmoe": "ResMoE",
+    "merged": "merged neurons",
+    "random": "random experts",
+}
 WITHOUT_TEXT = ("aimer", "entropy", "random", "resmoe")
 LABELS = ["method", "kept", "calibration", "active", "place"]
 ON = ["model", "when"]

@@ -1,5 +1,6 @@
 """Hidden states of every layer, in the convention of transformers."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import RunOptions, products
+from ffn_heterogeneity.models.stack import encoder_part
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.observe import token_batches
 
@@ -32,7 +34,7 @@ def hidden_states(
     """Return (states [B, L + 1, T, D], mask bool [B, T]) of texts, text pairs or token ids [B, T].
 
     State 0 is the input of the first block, state L the output of the last, after the final norm if
-    the model has one. States at padding are meaningless.
+    the model has one. States at padding are meaningless. Of an encoder-decoder, the encoder's.
 
     Args:
       texts: texts or pairs as in `encode_texts`, padded at the end (one string is one text, B = 1);
@@ -43,6 +45,9 @@ def hidden_states(
       ValueError: a model without a tokenizer, invalid texts, ids outside the vocabulary.
     """
     model = one_model(model)
+    if model.config.kind == "encoder_decoder":
+        config, params = encoder_part(model.config, model.params)
+        model = dataclasses.replace(model, config=config, params=params)
     if isinstance(texts, np.ndarray) and texts.dtype.kind in "iu":
         ids, types = np.asarray(texts, np.int32), np.zeros(texts.shape, np.int32)
         real = np.ones(ids.shape, bool) if mask is None else np.asarray(mask, bool)

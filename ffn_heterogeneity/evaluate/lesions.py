@@ -14,7 +14,7 @@ from ffn_heterogeneity.evaluate.inputs import TextSettings
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
-from ffn_heterogeneity.models.causal_lm import forward, require_language_model
+from ffn_heterogeneity.models.causal_lm import forward, require_decoder
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.stack import restack, slots, unstack
 from ffn_heterogeneity.models.walk import ffn_blocks
@@ -66,7 +66,7 @@ def lesions(settings: LesionSettings, model: Model, workdir: epath.Path) -> dict
       ValueError: as `massive_weights` and `TextSettings.rows`; a layer with experts.
     """
     model, _ = fold_all(model)
-    require_language_model(model.config, "the NLL of lesions")
+    require_decoder(model.config, "the NLL of lesions")
     sparse = [i for i, layer in enumerate(model.config.layers) if layer.experts is not None]
     if sparse:
         raise ValueError(f"layer {sparse[0]} has experts: lesions support dense models")

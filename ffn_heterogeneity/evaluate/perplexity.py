@@ -60,7 +60,7 @@ def perplexity(
       ValueError: an encoder; rows that are not 2-D integers of at least two columns, or hold ids
         outside the vocabulary.
     """
-    causal_lm.require_language_model(config, "perplexity")
+    causal_lm.require_decoder(config, "perplexity")
     rows = checked_rows(np.asarray(rows), config.vocab_size)
     params, sums = jax.device_put(params), []
     size = min(batch_size, len(rows))

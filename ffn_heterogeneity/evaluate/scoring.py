@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.evaluate.inputs import OVERFLOW
-from ffn_heterogeneity.models.causal_lm import RunOptions, forward, logits, require_language_model
+from ffn_heterogeneity.models.causal_lm import RunOptions, forward, logits, require_decoder
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.generate import bucket, check_vocabulary
 from ffn_heterogeneity.progress import bar
@@ -145,7 +145,7 @@ def score(
 
 def _check(config: ModelConfig, requests) -> int:
     """Check the requests and return the longest input's length."""
-    require_language_model(config, "scoring of continuations")
+    require_decoder(config, "scoring of continuations")
     longest = 0
     for i, (context, continuation) in enumerate(requests):
         if not len(context) or not len(continuation):

@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ffn_heterogeneity.models import splash
 from ffn_heterogeneity.models.blocked import (
@@ -86,6 +88,35 @@ def tree_mask(subtree_ends_bt: jax.Array) -> jax.Array:
     return before & (places[None, :, None] < subtree_ends_bt[:, None, :])
 
 
+def relative_bias(
+    table: jax.Array, q_positions_bt: jax.Array, kv_positions_bs: jax.Array, causal: bool, far: int
+) -> jax.Array:
+    """T5's bias of the attention logits by distance, [B or 1, N, T, S].
+
+    Each distance up to half of the rows has a row of its own; the others share rows of logarithmic
+    width up to the distance `far`, and the last row beyond it. Unless `causal`, keys before and
+    after the query have half of the rows each.
+
+    Args:
+      table: [rows, N].
+    """
+    ahead = kv_positions_bs[:, None, :] - q_positions_bt[:, :, None]
+    rows = table.shape[0] if causal else table.shape[0] // 2
+    apart = jnp.minimum(jnp.maximum(-ahead, 0) if causal else jnp.abs(ahead), far)
+    row_bts = jnp.asarray(distance_rows(rows, far))[apart]
+    row_bts = row_bts if causal else row_bts + jnp.where(ahead > 0, rows, 0)
+    return table[row_bts].transpose(0, 3, 1, 2)
+
+
+@functools.cache
+def distance_rows(rows: int, far: int) -> np.ndarray:
+    """The row of each distance 0, 1, ... far; with the published code's float32 operations."""
+    exact, apart = rows // 2, np.arange(far + 1)
+    steps = np.log(np.maximum(apart, 1).astype(np.float32) / exact) / math.log(far / exact)
+    shared = exact + (steps * (rows - exact)).astype(np.int32)
+    return np.where(apart < exact, apart, np.minimum(shared, rows - 1)).astype(np.int32)
+
+
 def with_kernel(
     options: RunOptions, config: ModelConfig, length: int, in_order: bool = True
 ) -> RunOptions:
@@ -104,6 +135,13 @@ def with_kernel(
     """
     name = options.attention
     check_choice("attention kernel", name, KERNELS)
+    if config.positions == "relative":
+        if name not in ("auto", "plain"):
+            raise ValueError(
+                f"attention={name!r} has no bias by distance, which a {config.family} model needs: "
+                "use attention='auto' or 'plain'"
+            )
+        return dataclasses.replace(options, attention="plain")
     if name == "cudnn" and config.attention_softcap is not None:
         raise ValueError("cuDNN attention has no soft-cap: use attention='auto' or 'xla'")
     causal = all(layer.causal for layer in config.layers)
@@ -138,7 +176,7 @@ def _largest_head() -> int:
 
 
 def plain_attention(
-    q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None, drop=None
+    q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None, drop=None, bias=None
 ) -> tuple:
     """softmax(cap(scale q k^T)) v in float32 accumulation; the reference every kernel must equal.
 
@@ -146,17 +184,18 @@ def plain_attention(
 
     Args:
       drop: (key, rate) of dropout on the probabilities; None: no dropout.
+      bias: [B or 1, N, T, S], added to the logits; None: none.
 
     Returns:
       (output [B, T, N, H] in q's dtype, probabilities [B, K, N/K, T, S] in float32).
     """
     k_bkhs, v_bksh = k_bskh.transpose(0, 2, 3, 1), v_bskh.transpose(0, 2, 1, 3)
-    numbers = {"scale": scale, "softcap": softcap}
+    numbers = {"scale": scale, "softcap": softcap, "bias": bias}
     return cached_attention(q_btnh, k_bkhs, v_bksh, mask, **numbers, drop=drop)
 
 
 def cached_attention(
-    q_btnh, k_bkhs, v_bksh, mask: Mask, *, scale: float, softcap=None, drop=None
+    q_btnh, k_bkhs, v_bksh, mask: Mask, *, scale: float, softcap=None, drop=None, bias=None
 ) -> tuple:
     """`plain_attention` on keys and values in a cache's layout (models/decoding.py).
 
@@ -167,6 +206,8 @@ def cached_attention(
     wide = jnp.promote_types(q_btnh.dtype, jnp.float32)
     logits = jnp.einsum("bkqh,bkhs->bkqs", as_rows(q_bkgth), k_bkhs, preferred_element_type=wide)
     logits = logits.reshape(*q_bkgth.shape[:4], k_bkhs.shape[3])
+    if bias is not None:
+        logits += bias.reshape(bias.shape[0], *logits.shape[1:])
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(mask.visible[:, None, None], logits, jnp.finfo(wide).min)
@@ -295,7 +336,9 @@ class Attention(nn.Module):
     with_sinks: bool = False
 
     @nn.compact
-    def __call__(self, x_btd, rotary, mask: Mask, cache=None, drop=None):
+    def __call__(
+        self, x_btd, rotary, mask: Mask, cache=None, drop=None, bias=None, memory_bsd=None
+    ):
         """x [B, T, D], rotary tables, mask [B or 1, T, S] -> (y [B, T, D], weights, cache).
 
         weights [B, K, N/K, T, S]: None if they are never materialized (blocked and fused kernels);
@@ -305,20 +348,24 @@ class Attention(nn.Module):
         those of x.
 
         `drop`: (key, rate) of dropout on the probabilities; None: no dropout.
+
+        `bias`: [B or 1, N, T, S], added to the logits. `memory_bsd`: states whose keys and values
+        are attended to, instead of x's own; None: x's. Both need the plain form.
         """
         config = self.config
         linear = functools.partial(Linear, options=self.options)
         b, t, _ = x_btd.shape
+        source = x_btd if memory_bsd is None else memory_bsd
 
-        def project(name: str, heads: int) -> jax.Array:
-            y = linear(heads * config.head_dim, config.attention_bias, name=name)(x_btd)
+        def project(name: str, heads: int, x: jax.Array) -> jax.Array:
+            y = linear(heads * config.head_dim, config.attention_bias, name=name)(x)
             if config.qkv_clip is not None:
                 y = jnp.clip(y, -config.qkv_clip, config.qkv_clip)
-            return y.reshape(b, t, heads, config.head_dim)
+            return y.reshape(*x.shape[:2], heads, config.head_dim)
 
-        q_btnh = project("q", config.n_heads)
-        k_btkh = project("k", config.n_kv_heads)
-        v_btkh = project("v", config.n_kv_heads)
+        q_btnh = project("q", config.n_heads, x_btd)
+        k_btkh = project("k", config.n_kv_heads, source)
+        v_btkh = project("v", config.n_kv_heads, source)
         if config.qk_norm:
             q_btnh = Norm(config, name="q_norm")(q_btnh)
             k_btkh = Norm(config, name="k_norm")(k_btkh)
@@ -329,9 +376,10 @@ class Attention(nn.Module):
         weights = None
         if cache is not None and not cache.fresh:
             keys, values = cache.read(q_btnh.dtype)
-            y_btnh, weights = cached_attention(q_btnh, keys, values, mask, **numbers)
-        elif self.with_weights:
-            y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers, drop=drop)
+            y_btnh, weights = cached_attention(q_btnh, keys, values, mask, **numbers, bias=bias)
+        elif self.with_weights or bias is not None or memory_bsd is not None:
+            numbers |= {"drop": drop, "bias": bias}
+            y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers)
         else:
             y_btnh = attend(self.options, q_btnh, k_btkh, v_btkh, mask, config, drop)
         if self.with_sinks:

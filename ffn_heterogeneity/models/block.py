@@ -18,7 +18,7 @@ from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
 
 # Parts of a layer's dropout key: the branches use 0 and 1, adapters 2.
-_PROBABILITIES = 3
+_PROBABILITIES, _CROSS = 3, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,8 @@ class LayerIO:
       ffn_state: h, the intermediate state, before `neuron_scale`, [B, T, M]; None in a layer with
         experts (`require_state`).
       ffn_output: the FFN's output, before its post-norm, [B, T, D].
+      cross_output: the output of the attention on the encoder's states, which `middle` includes;
+        None without such an attention.
       attention_weights: float32 [B, K, N/K, T, S]; None unless a probe needs "attention_weights".
       sink_weights: attention to the row's first token, float32 [B, T, N]; None unless a probe needs
         "sink_weights" (and none "attention_weights").
@@ -63,6 +65,7 @@ class LayerIO:
     is_last: jax.Array | None = None
     final_norm: Callable[[jax.Array], jax.Array] | None = None
     routing: Routing | None = None
+    cross_output: jax.Array | None = None
 
     def require_state(self) -> jax.Array:
         """Return `ffn_state`.
@@ -82,7 +85,8 @@ class Block(nn.Module):
     """x + [post_norm](attention(norm(x))), then x + [post_norm](ffn(norm(x))).
 
     With `parallel_residual` both branches read the block's input:
-    x + attention(norm_1(x)) + ffn(norm_2(x)). With `norm_placement` "post" the norms come after the
+    x + attention(norm_1(x)) + ffn(norm_2(x)). With `cross_attention` a third branch stands between
+    the two: x + attention(norm(x), memory). With `norm_placement` "post" the norms come after the
     sums: x = norm_1(x + attention(x)), then norm_2(x + ffn(x)).
 
     Dropout applies to the two branches' outputs (NUCL uses 0.1 but does not state where; this is
@@ -96,8 +100,16 @@ class Block(nn.Module):
     with_sinks: bool = False
 
     @nn.compact
-    def __call__(self, x_btd, rotary, mask, drop=None, cache=None) -> tuple[jax.Array, LayerIO]:
-        """x [B, T, D] and a mask -> (x [B, T, D], LayerIO). `drop` is (key, rate) or None."""
+    def __call__(
+        self, x_btd, rotary, mask, drop=None, cache=None, bias=None, memory=None
+    ) -> tuple[jax.Array, LayerIO]:
+        """x [B, T, D] and a mask -> (x [B, T, D], LayerIO).
+
+        Args:
+          drop: (key, rate), or None.
+          bias: as of `Attention`.
+          memory: (the encoder's states [B, S, D], their mask [B or 1, T, S]), for cross-attention.
+        """
         config = self.config
         before = self.layer.norm_placement == "pre"
 
@@ -118,10 +130,18 @@ class Block(nn.Module):
         if drop is not None and config.attention_dropout:
             drop_weights = (jax.random.fold_in(drop[0], _PROBABILITIES), drop[1])
         attention_input = norm("attention_norm")(x_btd) if before else x_btd
-        attended, weights, cache = attention(attention_input, rotary, mask, cache, drop_weights)
+        given = (rotary, mask, cache, drop_weights, bias)
+        attended, weights, cache = attention(attention_input, *given)
         name = keep if self.options.wide_products else checkpoint_name
         attended = name(attended, "attention_output")
-        middle = x_btd + branch(attended, "post_attention_norm", 0)
+        middle, crossed = x_btd + branch(attended, "post_attention_norm", 0), None
+        if self.layer.cross_attention:
+            assert memory is not None
+            cross = Attention(config, self.options, name="cross_attention")
+            drawn = drop_weights and (jax.random.fold_in(drop_weights[0], 1), drop_weights[1])
+            given = (None, memory[1], None, drawn, None, memory[0])
+            crossed, _, _ = cross(norm("cross_norm")(middle), *given)
+            middle = middle + branch(crossed, "", _CROSS)
         if before:
             ffn_input = norm("ffn_norm")(x_btd if config.parallel_residual else middle)
         else:
@@ -145,5 +165,6 @@ class Block(nn.Module):
             weights if self.with_sinks else None,
             cache,
             routing=routing,
+            cross_output=crossed,
         )
         return output, seen

@@ -1,4 +1,4 @@
-"""Language models and encoders: forward, logits."""
+"""Language models, encoders and encoder-decoders: forward, logits."""
 
 import dataclasses
 import functools
@@ -8,10 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from ffn_heterogeneity.models.attention import Mask, attention_mask, tree_mask, with_kernel
+from ffn_heterogeneity.models.attention import with_kernel
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.block_cosine import end_link, lend, linked_cosine
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.context import (
+    encoder_batch,
+    is_in_order,
+    layer_contexts,
+    memory_mask,
+    row_positions,
+    stack_bias,
+)
 from ffn_heterogeneity.models.kept import BLOCK_INPUT, keep
 from ffn_heterogeneity.models.leaves import abstract_params as abstract_params
 from ffn_heterogeneity.models.leaves import init as init
@@ -19,7 +27,6 @@ from ffn_heterogeneity.models.linear import DROP, Linear
 from ffn_heterogeneity.models.linear import dropout as drop_out
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
-from ffn_heterogeneity.models.rotary import rotary_tables
 from ffn_heterogeneity.models.stack import run_stack
 
 # The embeddings' part of a step's dropout key; the layers split the key itself.
@@ -44,6 +51,8 @@ def forward(
         and "positions" [B, T] (default 0..T-1; for learned positions, the index within the
         segment). Within a segment positions must increase. For a model with token types,
         "token_types" [B, T] (default 0).
+        For an encoder-decoder, "tokens" are the decoder's, and "encoder_tokens" [B, S] and
+        "encoder_segment_ids" the encoder's; the decoder sees all of them but padding (id 0).
         Or "subtree_ends" [B, T] with "positions": the rows are trees of tokens in depth-first
         order, and position t sees position s iff s <= t < subtree_ends[s] (evaluate/scoring.py).
       probes: `probes.base.Probe` instances with distinct names.
@@ -52,7 +61,9 @@ def forward(
 
     Returns:
       {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}; for a model
-      with a pooler also "pooled" [B, D].
+      with a pooler also "pooled" [B, D]. Of an encoder-decoder, the decoder's, also
+      "encoder_hidden" [B, S, D] after the encoder's norm; sums of probes are of all layers, the
+      encoder's first, and rows of examples {"encoder": [L_e, ...], "decoder": [L_d, ...]}.
 
     Raises:
       ValueError: rows longer than the table of learned positions.
@@ -71,15 +82,50 @@ def nudged(
 
 
 def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None, nudges=None):
-    tokens = batch["tokens"]
+    extra = _of_layers(config, probes, per_layer, dropout, nudges)
+    seen, memory, given = {}, None, {"probes": probes, "extra": extra, "dropout": dropout}
+    if config.kind == "encoder_decoder":
+        before = encoder_batch(batch)
+        x, seen = _run_span(config, params, before, options, "encoder", **given)
+        memory = Norm(config).apply({"params": params["encoder_norm"]}, x)
+        given["memory"] = (memory, memory_mask(before))
+    last = next(reversed(config.stacks))
+    x, after = _run_span(config, params, batch, options, last, **given)
+    hidden = finish(config, params, x)
+    more = {} if memory is None else {"encoder_hidden": memory}
+    if config.pooler:
+        more["pooled"] = pool(config, params, hidden, batch.get("segment_ids"), options)
+    return {"hidden": hidden, "probes": _joined(probes, seen, after), **more}
+
+
+def _joined(probes: tuple, encoder: dict, decoder: dict) -> dict:
+    """Results of both stacks: sums of all layers together, rows of examples by stack."""
+    if not encoder:
+        return decoder
+
+    def both(probe: Any) -> Any:
+        mine, other = encoder[probe.name], decoder[probe.name]
+        if probe.kind == "example":
+            return {"encoder": mine, "decoder": other}
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), mine, other)
+
+    return {probe.name: both(probe) for probe in probes}
+
+
+def _run_span(config, params, batch, options, stack, *, probes, extra, dropout, memory=None):
+    """(residual stream after the layers of one stack, results of the probes)."""
+    tokens, span = batch["tokens"], config.stacks[stack]
     positions = row_positions(batch) if config.position_rows else None
     x = embed(config, params, tokens, options, positions, batch.get("token_types"))
     if config.position_rows and dropout is not None and dropout[1] is not None:
         x = drop_out(x, jax.random.fold_in(dropout[0], _EMBEDDING_KEY), dropout[1])
+    if "subtree_ends" in batch:
+        require_decoder(config, "a tree of tokens")
     options = with_kernel(options, config, tokens.shape[1], is_in_order(batch))
     needs = frozenset().union(*(probe.needs for probe in probes))
     with_cosine = "block_cosine" in needs
-    context = _context(config, batch, tokens.shape, options.packed)
+    context = layer_contexts(config, batch, tokens.shape, options.packed)
+    bias = stack_bias(config, params, stack, batch, tokens.shape[1])
 
     def run_layer(index, layer_params, carried, extra):
         x, link = carried
@@ -95,39 +141,32 @@ def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None
             drop = None if dropout[1] is None else (extra["dropout_key"], dropout[1])
         rotary, mask = context[index]
         leaves = {"params": layer_params} | extra["beside"]
-        x, seen = block.apply(leaves, x, rotary, mask, drop, rngs=rngs)
+        x, seen = block.apply(leaves, x, rotary, mask, drop, None, bias, memory, rngs=rngs)
         if with_cosine:
             value, link = linked_cosine(seen.block_input, seen.block_output, link)
             seen = dataclasses.replace(seen, block_cosine=value)
         if probes:
-            seen = dataclasses.replace(
-                seen, is_last=extra["is_last"], final_norm=functools.partial(finish, config, params)
-            )
+            norm = functools.partial(_stack_norm, config, params, stack)
+            seen = dataclasses.replace(seen, is_last=extra["is_last"], final_norm=norm)
         results = {
             probe.name: probe.function(seen, batch, extra["probes"].get(probe.name))
             for probe in probes
         }
         return (hold(x, options.activations), link), results
 
-    extra = _of_layers(config, probes, per_layer, dropout, nudges)
     # Sharded, and under vmap batched, like x; its forward value is meaningless.
     link = jax.lax.stop_gradient(x) if with_cosine else None
-    (x, link), seen = run_stack(
-        config,
-        params["stack"],
-        (x, link),
-        run_layer,
-        per_layer=extra,
-        remat=options.remat,
-        unroll=options.unroll,
-    )
-    if with_cosine:
-        x, seen = end_link(x, link, seen)
-    hidden = finish(config, params, x)
-    pooled = {}
-    if config.pooler:
-        pooled["pooled"] = pool(config, params, hidden, batch.get("segment_ids"), options)
-    return {"hidden": hidden, "probes": seen, **pooled}
+    how = {"per_layer": extra, "remat": options.remat, "unroll": options.unroll, "span": span}
+    (x, link), seen = run_stack(config, params["stack"], (x, link), run_layer, **how)
+    return end_link(x, link, seen) if with_cosine else (x, seen)
+
+
+def _stack_norm(config: ModelConfig, params: dict, stack: str, x_btd: jax.Array) -> Any:
+    """The norm after a stack, without the head's multiplier."""
+    name = "encoder_norm" if stack == "encoder" and config.n_encoder_layers else "final_norm"
+    if name == "final_norm" and not config.final_norm:
+        return x_btd
+    return Norm(config).apply({"params": params.get(name, {})}, x_btd)
 
 
 def one_layer(
@@ -140,9 +179,14 @@ def one_layer(
       x_btd: the residual stream before it (`embed`, or another layer's).
       batch: as in `forward`.
     """
+    if config.positions == "relative":
+        raise ValueError(
+            f"a {config.family} model's layers share a table of biases: this method runs them one "
+            "by one, and supports models without such a table"
+        )
     shape = batch["tokens"].shape
     options = with_kernel(RunOptions(), config, shape[1], is_in_order(batch))
-    rotary, mask = _context(config, batch, shape, options.packed)[layer]
+    rotary, mask = layer_contexts(config, batch, shape, options.packed)[layer]
     block = Block(config, config.layers[layer], options)
     return block.apply({"params": leaves}, x_btd, rotary, mask)
 
@@ -152,7 +196,8 @@ def _of_layers(config: ModelConfig, probes, per_layer, dropout, nudges) -> dict[
     perturbations = {} if nudges is None else {"perturbations": {"ffn": {"output": nudges}}}
     extra: dict[str, Any] = {"probes": per_layer or {}, "beside": perturbations}
     if probes:
-        extra["is_last"] = jnp.arange(config.n_layers) == config.n_layers - 1
+        ends = [end - 1 for _, end in config.stacks.values()]
+        extra["is_last"] = jnp.isin(jnp.arange(config.n_layers), jnp.asarray(ends))
     if dropout is not None:
         extra["dropout_key"] = jax.random.split(dropout[0], config.n_layers)
     return extra
@@ -199,20 +244,6 @@ def check_length(config: ModelConfig, length: int) -> None:
         )
 
 
-def row_positions(batch: dict) -> jax.Array:
-    """Return the batch's positions, by default each token's index in its segment, [B or 1, T].
-
-    So a document's positions do not depend on where in the row it begins.
-    """
-    if "positions" in batch:
-        return batch["positions"]
-    length, segments = batch["tokens"].shape[1], batch.get("segment_ids")
-    if segments is None:
-        return jnp.arange(length, dtype=jnp.int32)[None]
-    same_bts = segments[:, :, None] == segments[:, None, :]
-    return jnp.sum(jnp.tril(same_bts, -1), axis=-1, dtype=jnp.int32)
-
-
 def pool(
     config: ModelConfig,
     params: dict,
@@ -230,10 +261,10 @@ def pool(
 
 
 def finish(config: ModelConfig, params: dict, x_btd: jax.Array) -> Any:
-    """The head's input: the residual stream after the last layer and the final norm, if any."""
-    if not config.final_norm:
-        return x_btd
-    return Norm(config).apply({"params": params.get("final_norm", {})}, x_btd)
+    """The head's input: the stream after the last layer and its final norm, if any, multiplied."""
+    x_btd = _stack_norm(config, params, "decoder", x_btd)
+    factor = config.output_multiplier
+    return x_btd if factor == 1.0 else x_btd * jnp.asarray(factor, x_btd.dtype)
 
 
 def hold(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
@@ -241,51 +272,20 @@ def hold(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def is_in_order(batch: dict) -> bool:
-    """True if row positions, documents and a window determine which keys a query sees."""
-    return "subtree_ends" not in batch and ("positions" not in batch or "segment_ids" in batch)
-
-
-def _context(config: ModelConfig, batch: dict, shape: tuple[int, int], packed: bool) -> list[tuple]:
-    """(rotary tables, mask) of each layer; layers of one kind share theirs."""
-    positions = batch.get("positions")
-    segments = batch.get("segment_ids")
-    if "subtree_ends" in batch:
-        require_language_model(config, "a tree of tokens")
-    if positions is None:
-        positions = jnp.arange(shape[1], dtype=jnp.int32)[None]
-    rotary, masks, result = {}, {}, []
-    for layer in config.layers:
-        if layer.rope not in rotary:
-            rotary[layer.rope] = rotary_tables(layer.rope, config.head_dim, positions)
-        # A window at least as long as the row hides nothing.
-        window = None if layer.window is None or layer.window >= shape[1] else layer.window
-        kind = (window, layer.causal)
-        if kind not in masks:
-            mask = attention_mask(positions, positions, window, segments, segments, layer.causal)
-            # Fused kernels use the order of positions. It hides padding only in causal layers.
-            if is_in_order(batch) and layer.causal:
-                several = segments if packed else None
-                mask = dataclasses.replace(mask, in_order=True, segments=several)
-            if "subtree_ends" in batch:
-                # A window's keys are not contiguous in such a row: only `visible` describes them.
-                mask = Mask(mask.visible & tree_mask(batch["subtree_ends"]), causal=True)
-            masks[kind] = mask
-        result.append((rotary[layer.rope], masks[kind]))
-    return result
-
-
 def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
     """The platform of the mesh's devices ("cpu", "gpu", "tpu"), or of the default backend."""
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
 
 
-def require_language_model(config: ModelConfig, what: str) -> None:
-    """Raise ValueError if a model has no language-model head.
+def require_decoder(config: ModelConfig, what: str) -> None:
+    """Raise ValueError unless the model is a decoder: an encoder has no head, and an
+    encoder-decoder predicts from another text.
 
     Args:
       what: the requested computation, e.g. "perplexity".
     """
+    if config.kind == "encoder_decoder":
+        raise ValueError(f"a {config.family} model is an encoder-decoder: {what} needs a decoder")
     if not config.lm_head:
         raise ValueError(
             f"a {config.family} model is an encoder without a language-model head: {what} needs a "
@@ -299,7 +299,8 @@ def head_kernel(config: ModelConfig, params: dict) -> tuple[jax.Array, str]:
     Raises:
       ValueError: an encoder.
     """
-    require_language_model(config, "computing logits")
+    if not config.lm_head:
+        require_decoder(config, "computing logits")
     if config.tied:
         return params["embed"]["embedding"], "vd"
     return params["head"]["kernel"], "dv"

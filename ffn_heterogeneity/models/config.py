@@ -21,7 +21,8 @@ from ffn_heterogeneity.wording import check_choice, check_number, naming
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 NORM_KINDS = ("rms", "layer", "layer_without_parameters")
-POSITIONS = ("rotary", "learned")
+POSITIONS = ("rotary", "learned", "relative")
+KINDS = ("decoder", "encoder", "encoder_decoder")
 
 
 # {name in transformers: name here}, for fields with equal values.
@@ -62,7 +63,7 @@ class HeadConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer, or an encoder. One `LayerConfig` per layer; layers may differ.
+    """A decoder, an encoder, or both. One `LayerConfig` per layer; layers may differ.
 
     Attributes:
       family: name of the module in `models/families` that maps it to and from other formats.
@@ -78,11 +79,17 @@ class ModelConfig:
       embedding_multiplier: embeddings are multiplied by it (Gemma: sqrt(d_model)).
       query_scale: attention logits are multiplied by it (usually head_dim ** -0.5).
       attention_softcap, final_softcap: logits become cap * tanh(logits / cap); None: no cap.
+      n_encoder_layers: of an encoder-decoder, how many of the first layers are the encoder's; these
+        are bidirectional, the others causal with cross-attention. 0: one stack.
       lm_head: whether there is a head for logits over the vocabulary; False: an encoder.
       tied: the output head is the transposed embedding (no meaning without `lm_head`).
       max_position: maximum number of tokens in a row.
-      positions: "rotary", in the layers that have a `rope`, or "learned": a table of first_position
-        + max_position rows is added to the embeddings, with dropout in training.
+      output_multiplier: the head's input is multiplied by it (T5 1.0: d_model ** -0.5).
+      positions: "rotary", in the layers that have a `rope`; "learned": a table of first_position
+        + max_position rows is added to the embeddings, with dropout in training; or "relative": a
+        bias for each distance and head is added to the attention logits, one table per stack (T5).
+      relative_buckets, relative_distance: rows of those tables, and the distance from which all
+        positions share a row.
       first_position: the row of that table for a document's first token (RoBERTa: 2).
       token_types: number of token types, for the sentences of a pair; 0: none.
       embedding_norm: a norm after the sum of the embeddings, before that dropout.
@@ -115,10 +122,14 @@ class ModelConfig:
     query_scale: float | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
+    n_encoder_layers: int = 0
     lm_head: bool = True
     tied: bool = True
+    output_multiplier: float = 1.0
     max_position: int = 8192
     positions: str = "rotary"
+    relative_buckets: int = 32
+    relative_distance: int = 128
     first_position: int = 0
     token_types: int = 0
     embedding_norm: bool = False
@@ -142,14 +153,20 @@ class ModelConfig:
         check_choice("activation", self.activation, ACTIVATIONS, ConfigError)
         check_choice("norm_kind", self.norm_kind, NORM_KINDS, ConfigError)
         check_choice("positions", self.positions, POSITIONS, ConfigError)
-        for name in ("first_position", "token_types"):
+        for name in ("first_position", "token_types", "n_encoder_layers"):
             check_count(name, getattr(self, name), 0)
+        self._check_relative()
         for name in ("qkv_clip", "attention_softcap", "final_softcap"):
             if (value := getattr(self, name)) is not None:
                 check_number(name, value, "(0, inf), or None", ConfigError)
         if not self.layers:
             raise ConfigError("layers is empty: a model needs at least one layer")
         check_number("norm_eps", self.norm_eps, "[0, 1)", ConfigError)
+        if self.n_encoder_layers >= len(self.layers):
+            raise ConfigError(
+                f"n_encoder_layers={self.n_encoder_layers} of {len(self.layers)} layers: an "
+                "encoder-decoder needs a decoder (an encoder alone has 0)"
+            )
         self._check_ids()
         for i, layer in enumerate(self.layers):
             self._check_layer(i, layer)
@@ -169,10 +186,31 @@ class ModelConfig:
             if value is not None:
                 check_count(name, value, 0)
 
+    def _check_relative(self) -> None:
+        """Check the table of relative positions: half of its rows, or a quarter, are exact."""
+        check_count("relative_buckets", self.relative_buckets, 4)
+        check_count("relative_distance", self.relative_distance, 1)
+        if self.relative_buckets % 4 or self.relative_distance <= self.relative_buckets // 2:
+            raise ConfigError(
+                f"relative_buckets={self.relative_buckets} must be a multiple of 4, and "
+                f"relative_distance={self.relative_distance} more than half of it"
+            )
+
     def _check_layer(self, i: int, layer: LayerConfig) -> None:
         layer.check(f"layer {i}")
-        if self.lm_head and not layer.causal:
+        encodes = i < self.n_encoder_layers
+        if encodes == layer.causal and self.n_encoder_layers:
+            raise ConfigError(f"layer {i}: causal={layer.causal} in the wrong stack")
+        if self.lm_head and not layer.causal and not encodes:
             raise ConfigError(f"layer {i}: causal=False sees the next word: set lm_head=False")
+        if layer.cross_attention != (self.kind == "encoder_decoder" and not encodes):
+            raise ConfigError(
+                f"layer {i}: cross_attention={layer.cross_attention}; the decoder's layers of an "
+                "encoder-decoder have it, no others"
+            )
+        others = self.parallel_residual or self.post_norms or layer.norm_placement == "post"
+        if layer.cross_attention and others:
+            raise ConfigError(f"layer {i}: cross-attention needs norms before each branch alone")
         if layer.norm_placement == "post" and (self.parallel_residual or self.post_norms):
             raise ConfigError(
                 f"layer {i}: norm_placement='post' works with neither parallel_residual="
@@ -227,6 +265,26 @@ class ModelConfig:
     @property
     def n_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        if self.n_encoder_layers:
+            return "encoder_decoder"
+        return "encoder" if self.is_encoder else "decoder"
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, int]]:
+        """{"encoder" or "decoder": (its first layer, the layer behind its last)}."""
+        first = self.n_encoder_layers
+        if not first:
+            return {self.kind: (0, self.n_layers)}
+        return {"encoder": (0, first), "decoder": (first, self.n_layers)}
+
+    def encoder(self) -> ModelConfig:
+        """The config of an encoder-decoder's encoder alone."""
+        changes = {"n_encoder_layers": 0, "lm_head": False, "tied": True, "output_multiplier": 1.0}
+        return dataclasses.replace(self, layers=self.layers[: self.n_encoder_layers], **changes)
 
     @property
     def is_encoder(self) -> bool:

@@ -91,7 +91,7 @@ def make_cache(
     Raises:
       ValueError: an encoder, or more columns than learned positions.
     """
-    causal_lm.require_language_model(config, "generation")
+    causal_lm.require_decoder(config, "generation")
     causal_lm.check_length(config, length)
     cache: dict = {}
     for i, segment in enumerate(check_stack(config, stack)):
@@ -152,7 +152,7 @@ def forward_cached(
       ValueError: an encoder; or several new tokens at once after a full window (they would
         overwrite the oldest columns before the first of the new tokens has read them).
     """
-    causal_lm.require_language_model(config, "generation")
+    causal_lm.require_decoder(config, "generation")
     count, length = tokens_bt.shape[1], cache_length(cache)
     if not fresh and count > 1 and any(x.window and x.window <= length for x in config.layers):
         raise ValueError(f"{count} new tokens at once on top of a window's cache: give one by one")

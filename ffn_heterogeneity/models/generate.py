@@ -62,7 +62,7 @@ class Generator:
         batch_size: int = 8,
         mesh: Mesh | None = None,
     ):
-        causal_lm.require_language_model(config, "generation")
+        causal_lm.require_decoder(config, "generation")
         check_number("batch_size", batch_size, "[1, inf)")
         self.config, self.tokenizer, self.batch_size = config, tokenizer, batch_size
         self.options, self.mesh = options, mesh

@@ -61,6 +61,7 @@ class LayerConfig:
       routes: R, the number of router columns; None: one for each expert that is not shared. Other
         numbers need the leaf `ffn/expert_of`, the expert of each column (merged experts).
       router: "linear", x R, or "mlp", tanh(x A / |x|) R (Moefication).
+      cross_attention: a second attention, on the encoder's states, between attention and FFN.
       constants: the router's last columns that have the leaf `ffn/constant`, a vector each, in
         place of an expert (MoNE).
     """
@@ -78,6 +79,7 @@ class LayerConfig:
     routes: int | None = None
     router: str = "linear"
     constants: int = 0
+    cross_attention: bool = False
 
     @property
     def columns(self) -> int:

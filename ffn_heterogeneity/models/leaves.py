@@ -60,6 +60,12 @@ def inner_leaves(config: ModelConfig, layer: LayerConfig) -> Declared:
         yield from _norm(f"attention/{name}", "head", config)
     if config.post_norms:
         yield from _norm("post_attention_norm", "d_model", config)
+    if layer.cross_attention:
+        yield from _norm("cross_norm", "d_model", config)
+        for name, out in (("q", "queries"), ("k", "keys"), ("v", "keys")):
+            yield from _linear(f"cross_attention/{name}", "d_model", out, config.attention_bias)
+        bias = config.attention_out_bias
+        yield from _linear("cross_attention/out", "queries", "d_model", bias)
     yield from _norm("ffn_norm", "d_model", config)
     if lead:
         yield from _router(layer)
@@ -91,9 +97,13 @@ def _before(config: ModelConfig) -> Declared:
         yield "embed/token_type", weights("types", "d_model", reads=0.0, cut=False)
     if config.embedding_norm:
         yield from _norm("embed/norm", "d_model", config)
+    for stack in config.stacks if config.positions == "relative" else ():
+        yield f"relative/{stack}", weights("buckets", "heads", reads=0.0, cut=False)
 
 
 def _behind(config: ModelConfig) -> Declared:
+    if config.kind == "encoder_decoder":
+        yield from _norm("encoder_norm", "d_model", config)
     if config.final_norm:
         yield from _norm("final_norm", "d_model", config)
     if config.lm_head and not config.tied:
@@ -117,6 +127,8 @@ def sizes(config: ModelConfig, layer: LayerConfig | None = None) -> dict[str, in
         "vocab": config.vocab_size,
         "positions": config.position_rows,
         "types": config.token_types,
+        "buckets": config.relative_buckets,
+        "heads": config.n_heads,
         "pooled": config.d_model,
         "layers": config.n_layers,
     }
@@ -164,7 +176,9 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     for path, leaf, layer in required(config):
         parts, size = path.split("/"), math.prod(shapes[path]) * leaf.holds
         share = layer.read_share if layer and "expert" in leaf.axes else 1.0
-        kind = next((name for name in ("attention", "ffn") if name in parts), "norms")
+        blocks = {"attention": "attention", "cross_attention": "attention", "ffn": "ffn"}
+        blocks["relative"] = "attention"
+        kind = next((kind for name, kind in blocks.items() if name in parts), "norms")
         if parts[0] == "embed" and parts[1] != "norm":
             kind = "embedding"
         elif parts[0] in ("head", "pooler"):

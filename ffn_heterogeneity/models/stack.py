@@ -185,6 +185,15 @@ def restack(config: ModelConfig, params: dict) -> dict:
     return {**rest, "stack": stack}
 
 
+def encoder_part(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
+    """(config, stacked parameters) of an encoder-decoder's encoder, a model of its own."""
+    layers = unstack(params)["layers"][: config.n_encoder_layers]
+    made = {"embed": params["embed"], "final_norm": params["encoder_norm"], "layers": layers}
+    if "relative" in params:
+        made["relative"] = {"encoder": params["relative"]["encoder"]}
+    return config.encoder(), restack(config.encoder(), made)
+
+
 def stack_leaves(*leaves):
     if not all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return jnp.stack(leaves)
@@ -235,8 +244,9 @@ def run_stack(
     per_layer: Any = None,
     remat: str = "none",
     unroll: int | bool = 1,
+    span: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Run every layer, with one scan per segment.
+    """Run every layer, or those of a span, with one scan per segment.
 
     Args:
       run_layer: (layer index for static facts, layer params, x, this layer's slice of `per_layer`)
@@ -245,13 +255,17 @@ def run_stack(
       per_layer: tree of [L, ...] leaves sliced into the scan.
       remat: a name of `REMAT_POLICIES`, applied to each layer.
       unroll: as in `lax.scan`; True unrolls each segment completely.
+      span: (the first layer, the layer behind the last) of whole segments; None: all layers.
 
     Returns:
       (x, the layers' small trees stacked to [L, ...]; None if they are empty).
     """
     check_choice("remat", remat, REMAT_POLICIES)
     collected = []
+    first, end = span or (0, config.n_layers)
     for i, segment in enumerate(check_stack(config, stack)):
+        if not first <= segment.start < end:
+            continue
         segment_params = stack[f"segment_{i}"]
         # A completely unrolled scan is not a loop.
         looped = unroll is not True and segment.repeats > max(int(unroll), 1)

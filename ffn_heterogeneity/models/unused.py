@@ -32,7 +32,8 @@ def unused_leaves(
         return logits(config, params, outputs["hidden"]) if config.lm_head else outputs
 
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    batch = {"tokens": jax.ShapeDtypeStruct((1, 2), jnp.int32)} if batch is None else batch
+    row = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    batch = {"tokens": row, "encoder_tokens": row} if batch is None else batch
     jaxpr = jax.make_jaxpr(run or own)(abstract, batch).jaxpr
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     paths = flatten(abstract)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
 from ffn_heterogeneity.io.hf.card import compared, public_text
-from ffn_heterogeneity.models.causal_lm import require_language_model
+from ffn_heterogeneity.models.causal_lm import require_decoder
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.train.objectives import LANGUAGE, Data, Objective, ObjectiveSettings
@@ -24,7 +24,7 @@ def language(config: ObjectiveSettings, model: ModelConfig) -> Objective:
     Raises:
       ValueError: an encoder.
     """
-    require_language_model(model, "training on next words (and on packed rows)")
+    require_decoder(model, "training on next words (and on packed rows)")
     return Objective(
         name=LANGUAGE,
         batch={

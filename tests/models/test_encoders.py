@@ -252,7 +252,7 @@ def test_what_needs_a_language_model_says_so():
     params, tokens = random_params(BERT), jnp.zeros((1, 2), jnp.int32)
     tree = {"tokens": tokens, "positions": tokens, "subtree_ends": tokens}
     calls = {
-        "perplexity": lambda: causal_lm.require_language_model(BERT, "perplexity"),
+        "perplexity": lambda: causal_lm.require_decoder(BERT, "perplexity"),
         "computing logits": lambda: causal_lm.logits(BERT, params, jnp.zeros((1, 2, 16))),
         "generation": lambda: decoding.make_cache(BERT, params["stack"], 1, 8),
         "a tree of tokens": lambda: causal_lm.forward(BERT, params, tree),
@@ -260,7 +260,7 @@ def test_what_needs_a_language_model_says_so():
     for what, call in calls.items():
         words = f"a bert model is an encoder without a language-model head: {what} needs a decoder"
         refused(words, call)
-    causal_lm.require_language_model(LLAMA, "perplexity")
+    causal_lm.require_decoder(LLAMA, "perplexity")
 
 
 def test_rows_longer_than_the_positions_are_refused():
