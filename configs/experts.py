@@ -35,7 +35,7 @@ def _partition() -> dict:
         # trained: Moefication's two layers, from calibration text.
         "router": Partition.router,
         "shared": Partition.shared,  # experts of the most active neurons, which see every token
-        # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
+        # Where: all | top | bottom | even | odd | last4 | pair:5 | 0,3,7 | 4-9.
         "layers": Partition.layers,
         "seed": Partition.seed,  # of k-means, of trained routers, of self-generated text
         # Of shared and trained: a text file, or own for self-generated text.
@@ -48,7 +48,7 @@ def _upcycle() -> dict:
     return {
         "experts": Upcycling.experts,  # E, the number of copies
         "top_k": Upcycling.top_k,  # experts per token
-        # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
+        # Where: all | top | bottom | even | odd | last4 | pair:5 | 0,3,7 | 4-9.
         "layers": Upcycling.layers,
         "noise": Upcycling.noise,  # standard deviation of the router's values; 0: zeros
         "seed": Upcycling.seed,  # of the noise
@@ -63,7 +63,7 @@ def _experts() -> dict:
         "ratio": ExpertRemoval.ratio,  # share of every layer's experts that goes, or:
         "count": placeholder(int),
         "top_k": placeholder(int),  # router columns per token afterwards; default: as before
-        # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9; of these, sparse layers.
+        # Where: all | top | bottom | even | odd | last4 | pair:5 | 0,3,7 | 4-9; only sparse layers.
         "layers": ExpertRemoval.layers,
         "protect": ExpertRemoval.protect,  # massive: experts with a massive weight stay
         "constant": ExpertRemoval.constant,  # a removed expert leaves its mean output (MoNE)
@@ -83,7 +83,7 @@ def _merge_experts() -> dict:
         # a barycenter and compressed residuals; removes no expert, and needs no text.
         "method": Merging.method,
         "ratio": Merging.ratio,  # share of every layer's experts that is removed; not of resmoe
-        # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9; all with experts.
+        # Where: all | top | bottom | even | odd | last4 | pair:5 | 0,3,7 | 4-9; all with experts.
         "layers": Merging.layers,
         # Router columns: all: `expert_of` maps them to merged experts | dominant: those of the
         # dominant experts alone, as REAM's public code; transformers loads such a model.

@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
             "method": Fusion.method,
             # The share of every layer's neurons that goes; of weights (svd, unstructured).
             "ratio": Fusion.ratio,
-            # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
+            # Where: all | top | bottom | even | odd | last4 | pair:5 | 0,3,7 | 4-9.
             "layers": Fusion.layers,
             "n_init": Fusion.n_init,  # starts of k-means; the paper's tables: 30
             # Gated neurons are scaled to equal norms and one sign before they are clustered (ours).

@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
             # How much: a ratio of each layer's neurons, or a count instead.
             "ratio": Removal.ratio,
             "count": placeholder(int),  # neurons of each layer, instead of the ratio
-            # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
+            # Where: all | top | bottom | even | odd | last4 | pair:5 | 0,3,7 | 4-9.
             "layers": Removal.layers,
             # "layer": every layer loses its share; "global": one budget over the chosen layers.
             "budget": Removal.budget,

@@ -78,6 +78,7 @@ def nudged(
 
     The gradient with respect to a zero nudge is the gradient of the FFN's output, token by token.
     """
+    require_one_stack(config, "the gradient of each token's FFN output")
     return _run(config, params, batch, nudges=nudges_lbtd, **given)
 
 
@@ -85,7 +86,7 @@ def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None
     extra = _of_layers(config, probes, per_layer, dropout, nudges)
     seen, memory, given = {}, None, {"probes": probes, "extra": extra, "dropout": dropout}
     if config.kind == "encoder_decoder":
-        before = encoder_batch(batch)
+        before = encoder_batch(config, batch)
         x, seen = _run_span(config, params, before, options, "encoder", **given)
         memory = Norm(config).apply({"params": params["encoder_norm"]}, x)
         given["memory"] = (memory, memory_mask(before))
@@ -290,6 +291,14 @@ def require_decoder(config: ModelConfig, what: str) -> None:
         raise ValueError(
             f"a {config.family} model is an encoder without a language-model head: {what} needs a "
             "decoder"
+        )
+
+
+def require_one_stack(config: ModelConfig, what: str) -> None:
+    """Raise ValueError for an encoder-decoder; `what` is the requested computation."""
+    if config.kind == "encoder_decoder":
+        raise ValueError(
+            f"a {config.family} model is an encoder-decoder: {what} supports encoders and decoders"
         )
 
 

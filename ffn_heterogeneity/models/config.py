@@ -281,6 +281,14 @@ class ModelConfig:
             return {self.kind: (0, self.n_layers)}
         return {"encoder": (0, first), "decoder": (first, self.n_layers)}
 
+    @property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Names of groups of layers: the stacks, and the layers with experts ("sparse")."""
+        sparse = tuple(i for i, layer in enumerate(self.layers) if layer.experts is not None)
+        return {name: tuple(range(*ends)) for name, ends in self.stacks.items()} | {
+            "sparse": sparse
+        }
+
     def encoder(self) -> ModelConfig:
         """The config of an encoder-decoder's encoder alone."""
         changes = {"n_encoder_layers": 0, "lm_head": False, "tied": True, "output_multiplier": 1.0}

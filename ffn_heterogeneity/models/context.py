@@ -1,4 +1,4 @@
-"""What the layers of a batch share: positions, rotary tables, masks, biases by distance."""
+"""Positions, rotary tables, masks and biases by distance, which the layers of a batch share."""
 
 import dataclasses
 
@@ -69,14 +69,17 @@ def stack_bias(
     return relative_bias(table, positions, positions, stack == "decoder", far)
 
 
-def encoder_batch(batch: dict) -> dict:
+def encoder_batch(config: ModelConfig, batch: dict) -> dict:
     """The part of an encoder-decoder's batch that its encoder reads, under a single stack's names.
 
     Raises:
       ValueError: the batch has no row for the encoder.
     """
     if "encoder_tokens" not in batch:
-        raise ValueError(f"an encoder-decoder needs encoder_tokens, got {', '.join(batch)}")
+        raise ValueError(
+            f"a {config.family} model is an encoder-decoder: it needs encoder_tokens, and got only "
+            f"{', '.join(batch)}; methods that read one text support encoders and decoders"
+        )
     names = {name: f"encoder_{name}" for name in ("tokens", "segment_ids")}
     return {name: batch[other] for name, other in names.items() if other in batch}
 

@@ -55,6 +55,7 @@ def compensated(
       ValueError: too few rows or tokens; non-finite states; "bias" if the format has none; weights
         that no longer fit in their dtype; a changed layer has experts.
     """
+    causal_lm.require_one_stack(model.config, f"compensation {method!r}")
     if method == "bias" and not smaller.config.ffn_bias:
         raise ValueError(
             f"compensation={method!r} adds to the FFN's output bias, and this format has none: use "

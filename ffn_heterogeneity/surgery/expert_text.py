@@ -70,6 +70,7 @@ class ExpertText:
     """
 
     def __init__(self, model: Model, rows: Sequence[np.ndarray], every: bool = False):
+        causal_lm.require_one_stack(model.config, "merging and comparing experts on text")
         self._config, self._every = model.config, every
         self._batches = list(token_batches(rows, 1 if every else ROWS))
         tables = {"embed": jax.device_put(model.params["embed"])}

@@ -121,7 +121,9 @@ class ExpertCut:
         self.asked, self.before, self.sums = asked, config, sums
         self.layers, self.spared = list(config.layers), {}
         sparse = [i for i, layer in enumerate(config.layers) if layer.experts is not None]
-        self.changed = [i for i in layer_subset(asked.layers, config.n_layers) if i in sparse]
+        self.changed = [
+            i for i in layer_subset(asked.layers, config.n_layers, config.groups) if i in sparse
+        ]
         if not self.changed:
             raise ValueError(f"layers={asked.layers!r}: none of them has experts, {sparse} have")
         self.ranking: dict[int, np.ndarray] = {}

@@ -126,7 +126,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     """
     asked, config = settings_of(Fusion, settings), model.config
     massive, spared = _massive(model, asked)
-    chosen = set(layer_subset(asked.layers, config.n_layers))
+    chosen = set(layer_subset(asked.layers, config.n_layers, config.groups))
     if asked.skip:
         chosen.discard(massive.layer)
     if is_abstract(model.params):

@@ -125,7 +125,7 @@ def merge_experts(model: Model, settings: Mapping[str, Any] | Merging, data=None
         adapters or neuron factors; too little text; the message names the layer.
     """
     asked, config = settings_of(Merging, settings), model.config
-    chosen = layer_subset(asked.layers, config.n_layers)
+    chosen = layer_subset(asked.layers, config.n_layers, config.groups)
     tree = unstack(jax.tree.map(np.asarray, model.params))
     _check_layers(config, tree["layers"], chosen, asked)
     configs, reports, report = list(config.layers), [], {}

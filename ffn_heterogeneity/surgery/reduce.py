@@ -180,7 +180,7 @@ def reduce_model(
     states: Sequence[Any] = [None] * config.n_layers if seen is None else seen
     new, removed, reports = {}, {}, []
 
-    cuts = plan.cuts(widths, lambda i: only_block(blocks, i), states)
+    cuts = plan.cuts(config, lambda i: only_block(blocks, i), states)
     massive = [spec for spec in (plan.protect, plan.lose) if spec.startswith("massive:")]
     if massive and not any(np.any((states[layer] or {})["massive"]) for layer in cuts):
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.surgery import criteria, states
 from ffn_heterogeneity.surgery.compensation import COMPENSATIONS
@@ -78,19 +79,20 @@ class RemovalPlan:
             removal_count(1, ratio=self.ratio)
 
     def cuts(
-        self, widths: Sequence[int], leaves: Callable[[int], dict], seen: Sequence[Any] = ()
+        self, config: ModelConfig, leaves: Callable[[int], dict], seen: Sequence[Any] = ()
     ) -> Mapping[int, Cut]:
         """Return {layer: number of neurons to remove, or their indices} of the chosen layers.
 
         Args:
-          widths: FFN widths of all layers.
+          config: the model's.
           leaves: layer -> its FFN leaves; called only for a global budget.
           seen: from `seen_states`, if `looks`.
 
         Raises:
           ValueError: an argument is out of its range; the message names it and the value.
         """
-        chosen = layer_subset(self.layers, len(widths))
+        widths = config.ffn_widths
+        chosen = layer_subset(self.layers, config.n_layers, config.groups)
         how_much = {"ratio": self.ratio, "count": self.count}
         if self.budget == "layer":
             return {layer: removal_count(widths[layer], **how_much) for layer in chosen}

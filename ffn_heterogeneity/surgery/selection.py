@@ -8,53 +8,66 @@ import numpy as np
 from ffn_heterogeneity.wording import check_number
 
 
-def layer_subset(spec: str | Sequence[int], n_layers: int) -> tuple[int, ...]:
+def layer_subset(
+    spec: str | Sequence[int], n_layers: int, groups: Mapping[str, Sequence[int]] = {}
+) -> tuple[int, ...]:
     """Return the 0-based layers that a specification names, in order.
 
     Args:
       spec: "all"; "top" (the half next to the output) or "bottom"; "even" or "odd" (0-based
         indices; Gemma-2's layer 0 is local, so "odd" are its global layers, which the NUCL paper,
-        counting from 1, calls even); "pair:i" (layers i and i + 1, Figure 4); "3,7,9"; "4-9"; or
-        a sequence of integers.
+        counting from 1, calls even); "pair:i" (layers i and i + 1, Figure 4); "last4"; "3,7,9";
+        "4-9"; or a sequence of integers. After the names of groups, each with a colon, these rules
+        are about the layers in all these groups, numbered anew: "encoder:top", "encoder:0-2",
+        "decoder:sparse:last4".
+      groups: `ModelConfig.groups`.
 
     Raises:
       ValueError: the specification is not understood, names a layer twice or out of range.
     """
-    half = n_layers // 2
-    names = {
-        "all": range(n_layers),
-        "top": range(half, n_layers),
-        "bottom": range(half),
-        "even": range(0, n_layers, 2),
-        "odd": range(1, n_layers, 2),
-    }
-    if isinstance(spec, str):
-        text = spec.strip()
-        try:
-            chosen = list(names[text]) if text in names else _parse_layers(text)
-        except ValueError:
-            raise ValueError(
-                f"layers={spec!r} is not understood: use {', '.join(names)}, pair:5, 0,3,7 or 4-9"
-            ) from None
-    else:
-        chosen = [int(i) for i in spec]
-    outside = [i for i in chosen if not 0 <= i < n_layers]
+    pool, rule = list(range(n_layers)), spec
+    while isinstance(rule, str) and (name := rule.partition(":")[0].strip()) in groups:
+        pool, rule = [i for i in pool if i in groups[name]], rule.partition(":")[2]
+    chosen = _parsed(spec, rule, len(pool)) if isinstance(rule, str) else [int(i) for i in rule]
+    outside = [i for i in chosen if not 0 <= i < len(pool)]
     if outside:
         raise ValueError(
             f"layers={spec!r}: layer {outside[0]} is out of range, the model has layers "
-            f"0 to {n_layers - 1}"
+            f"0 to {len(pool) - 1}" + (" there" if rule != spec else "")
         )
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"layers={spec!r} names a layer twice")
     if not chosen:
         raise ValueError(f"layers={spec!r} names no layer of the model's {n_layers}")
-    return tuple(sorted(chosen))
+    return tuple(sorted(pool[i] for i in chosen))
 
 
-def _parse_layers(text: str) -> list[int]:
+def _parsed(spec: str | Sequence[int], rule: str, count: int) -> list[int]:
+    """Positions among `count` layers that a rule names."""
+    text, half = rule.strip(), count // 2
+    names = {
+        "all": range(count),
+        "top": range(half, count),
+        "bottom": range(half),
+        "even": range(0, count, 2),
+        "odd": range(1, count, 2),
+    }
+    try:
+        return list(names[text]) if text in names else _parse_layers(text, count)
+    except ValueError:
+        raise ValueError(
+            f"layers={spec!r} is not understood: use {', '.join(names)}, last4, pair:5, 0,3,7 or "
+            "4-9, also after encoder:, decoder: or sparse: if the model has such layers"
+        ) from None
+
+
+def _parse_layers(text: str, count: int) -> list[int]:
     if text.startswith("pair:"):
         first = int(text.removeprefix("pair:"))
         return [first, first + 1]
+    if text.startswith("last"):
+        # Negative positions, if any, are out of range.
+        return list(range(count - min(int(text.removeprefix("last")), count + 1), count))
     chosen: list[int] = []
     for span in text.split(","):
         first, dash, last = span.strip().partition("-")

@@ -28,7 +28,7 @@ def check_top_k(top_k: int, routed: int) -> None:
 def dense_blocks(model: Model, layers: str, experts: int = 1) -> dict[int, dict]:
     """{layer: its block}, numpy unless abstract, of plain dense layers that `experts` divides."""
     config, params = model.config, model.params
-    chosen = layer_subset(layers, config.n_layers)
+    chosen = layer_subset(layers, config.n_layers, config.groups)
     for layer in chosen:
         if (count := config.layers[layer].experts) is not None:
             raise ValueError(f"layer {layer} already has {count} experts: choose dense layers")

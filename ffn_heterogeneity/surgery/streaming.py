@@ -109,7 +109,7 @@ class Neurons:
     def __init__(self, plan: RemovalPlan, checkpoint: Checkpoint):
         self.plan, self.before = plan, checkpoint.config
         widths = self.before.ffn_widths
-        self.cuts = plan.cuts(widths, lambda i: only_block(checkpoint.blocks(i), i))
+        self.cuts = plan.cuts(self.before, lambda i: only_block(checkpoint.blocks(i), i))
         self.changed = {layer for layer, cut in self.cuts.items() if _size(cut)}
         left = [width - _size(self.cuts.get(i, 0)) for i, width in enumerate(widths)]
         self.config = self.before.with_widths(left)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.causal_lm import require_one_stack
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.wording import check_numbers, settings_of
 
@@ -33,6 +34,8 @@ def truncate(model: Model, settings: Mapping[str, Any] | Truncation, data=None, 
     asked = settings_of(Truncation, settings).blocks
     config = model.config
     blocks = asked or config.n_layers
+    if asked:
+        require_one_stack(config, "truncation to the first blocks")
     if blocks > config.n_layers:
         raise ValueError(f"blocks={blocks}: the model has {config.n_layers}")
     if config.head is not None and blocks < config.n_layers:

@@ -53,6 +53,16 @@ ENCODERS = {
     "roberta_base": 124_055_040,
     "distilroberta_base": 81_527_808,
 }
+# Exact: the embedding counted once, and in 1.1 and Flan the head.
+T5 = {"t5_small": 60_506_624, "t5_base": 222_903_552, "t5_large": 737_668_096}
+for _size, _count in {
+    "small": 76_961_152,
+    "base": 247_577_856,
+    "large": 783_150_080,
+    "xl": 2_849_757_184,
+    "xxl": 11_135_332_352,
+}.items():
+    T5 |= dict.fromkeys((f"t5_v1_1_{_size}", f"flan_t5_{_size}"), _count)
 # Exact: the tied embedding counted once.
 GPT2 = {"gpt2": 124_439_808}
 # Pythia's paper, Table 1: parameters outside the two embeddings, exact.
@@ -129,7 +139,19 @@ def test_gemma2_and_gemma3_attention_patterns():
 
 
 def test_every_preset_has_a_published_size():
-    assert {*PUBLISHED, *ENCODERS, *GPT2} == set(families.PRESETS)
+    assert {*PUBLISHED, *ENCODERS, *GPT2, *T5} == set(families.PRESETS)
+
+
+@pytest.mark.parametrize("name", T5)
+def test_t5_has_the_published_number_of_parameters(name):
+    config, _ = families.preset(name)
+    counts = families.count_parameters(config)
+    total, active = counts.pop("total"), counts.pop("active")
+    assert total == active == T5[name] == sum(counts.values())
+    first = name in ("t5_small", "t5_base", "t5_large")
+    assert config.kind == "encoder_decoder" and config.tied == first
+    assert config.output_multiplier == (config.d_model**-0.5 if first else 1.0)
+    assert [layer.cross_attention for layer in config.layers].index(True) * 2 == config.n_layers
 
 
 @pytest.mark.parametrize("name", ENCODERS)

@@ -17,7 +17,7 @@ from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.attention import distance_rows
-from ffn_heterogeneity.models.families.t5 import names
+from ffn_heterogeneity.models.families.t5_names import names
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.tree import flatten

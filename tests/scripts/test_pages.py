@@ -259,8 +259,9 @@ def test_readme_lists_every_family_once():
     for names, _, trains, gguf in rows:
         for name in re.findall(r"`(\w+)`", names):
             family = FAMILIES[name]
-            encoder = next(iter(family.presets.values()))[0].is_encoder
-            assert trains == ("labels" if encoder else "text, labels"), name
+            kind = next(iter(family.presets.values()))[0].kind
+            wanted = {"encoder": "labels", "decoder": "text, labels", "encoder_decoder": "-"}
+            assert trains == wanted[kind], name
             assert gguf == ("no" if family.from_gguf is no_gguf else "yes"), name
 
 

@@ -198,6 +198,21 @@ def test_layer_subsets():
     assert layer_subset("odd", 5) == (1, 3)
     assert layer_subset("1-3,0", 5) == (0, 1, 2, 3)
     assert layer_subset("pair:3", 5) == (3, 4)
+    assert layer_subset("last2", 5) == (3, 4)
+    groups = {"encoder": range(4), "decoder": range(4, 10), "sparse": (1, 3, 5, 7, 9)}
+    assert layer_subset("encoder:all", 10, groups) == (0, 1, 2, 3)
+    assert layer_subset("decoder:top", 10, groups) == (7, 8, 9)
+    assert layer_subset("decoder:0,5", 10, groups) == (4, 9)
+    assert layer_subset("decoder:sparse:last2", 10, groups) == (7, 9)
+    assert layer_subset("sparse:even", 10, groups) == (1, 5, 9)
+    for spec, words in (
+        ("encoder:4", "layer 4 is out of range, the model has layers 0 to 3 there"),
+        ("last6", "out of range"),
+        ("encoder:decoder:all", "names no layer"),
+        ("middle:all", "not understood"),
+    ):
+        refused(words, layer_subset, spec, 10 if spec != "last6" else 5, groups)
+    refused("not understood", layer_subset, "encoder:all", 5)
     for spec in ("bottom", "odd"):
         refused(f"layers='{spec}' names no layer of the model's 1", layer_subset, spec, 1)
 

@@ -1,0 +1,78 @@
+"""T5's tensor names: two prefixes, and numbers for the parts of a block."""
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.families import rules
+from ffn_heterogeneity.models.leaves import required
+
+_ATTENTION = {"q": "q", "k": "k", "v": "v", "out": "o"}
+_TOP = {"embed/embedding": "shared", "head/kernel": "lm_head"}
+
+
+def names(config: ModelConfig) -> dict[str, str]:
+    """{path of a leaf: name of its tensor}."""
+    found = {}
+    for path, _, layer in required(config):
+        if layer is None:
+            found[path] = _outer_name(config, path)
+            continue
+        _, number, *inner = path.split("/")
+        if layer.experts is not None and inner[0] == "ffn":
+            found[path] = rules.OWN + path.replace("/", ".")
+            continue
+        encoder = config.n_encoder_layers or config.n_layers
+        stack, i = divmod(int(number), encoder) if not layer.causal else (1, int(number) - encoder)
+        prefix, ffn = f"{('encoder', 'decoder')[stack]}.block.{i}.layer.", 2 if layer.causal else 1
+        found[path] = prefix + _inner_name(inner, ffn, layer.ffn_kind == "gated") + ".weight"
+    return found
+
+
+def _outer_name(config: ModelConfig, path: str) -> str:
+    if path in _TOP:
+        return f"{_TOP[path]}.weight"
+    place, _, stack = path.partition("/")
+    if place == "relative":
+        table = "layer.0.SelfAttention.relative_attention_bias.weight"
+        return f"{stack}.block.0.{table}"
+    last = "encoder" if place == "encoder_norm" or config.kind == "encoder" else "decoder"
+    return f"{last}.final_layer_norm.weight"
+
+
+def _inner_name(inner: list[str], ffn: int, gated: bool) -> str:
+    """Name of a tensor inside a layer's block, without its ending."""
+    module, *rest = inner
+    numbers = {"attention_norm": 0, "cross_norm": 1, "ffn_norm": ffn}
+    if module in numbers:
+        return f"{numbers[module]}.layer_norm"
+    if module == "attention":
+        return f"0.SelfAttention.{_ATTENTION[rest[0]]}"
+    if module == "cross_attention":
+        return f"1.EncDecAttention.{_ATTENTION[rest[0]]}"
+    theirs = {"gate": "wi_0", "up": "wi_1" if gated else "wi", "down": "wo"}
+    return f"{ffn}.DenseReluDense.{theirs[rest[0]]}"
+
+
+def tensor_rules(config: ModelConfig) -> list[rules.Rule]:
+    """Rules of one tensor per leaf."""
+    return [rules.one_tensor(path, name) for path, name in names(config).items()]
+
+
+def own_name(name: str) -> str:
+    """A tensor's name without the prefix of some files."""
+    return re.sub(r"^(transformer|text_model|t5)\.", "", name)
+
+
+def by_tensors(
+    config: ModelConfig, values: Mapping[str, Any], found: Collection[str]
+) -> ModelConfig:
+    """The config without a head of its own, or without a decoder, if the file has none."""
+    if config.kind == "encoder":
+        return config
+    if any(name.startswith("decoder.") for name in found):
+        tied = config.tied or "lm_head.weight" not in found
+        return dataclasses.replace(config, tied=tied)
+    return config.encoder()
