@@ -1,7 +1,6 @@
 """T5: 1.0 (plain ReLU, tied), 1.1 and Flan (gated GELU, untied), and its encoder alone.
 
-No attention has a scale, norms have no bias, and the bias by distance is one table per stack, which
-files keep in the stack's first layer.
+Attention has no scale, norms have no bias, and each stack has a table of biases by distance.
 """
 
 from collections.abc import Collection, Mapping
@@ -92,9 +91,8 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """
     alone = "T5EncoderModel" in (values.get("architectures") or ())
     values = common.with_defaults(values, _DEFAULTS)
-    common.check_counts({key: values[key] for key in _SIZES})
     behind = values.get("num_decoder_layers") or values["num_layers"]
-    common.check_counts({"num_decoder_layers": behind})
+    common.check_counts({key: values[key] for key in _SIZES} | {"num_decoder_layers": behind})
     if values["num_layers"] + behind > common.MAX_LAYERS:
         raise ConfigError(f"num_layers={values['num_layers']}: at most {common.MAX_LAYERS:,}")
     ffn, start = values["feed_forward_proj"], values["decoder_start_token_id"]
