@@ -16,6 +16,7 @@ from ffn_heterogeneity.heads import ROOT, with_head
 from ffn_heterogeneity.io.load import Model, load_model, load_shapes, load_tokenizer
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import HeadConfig, LayerConfig, ModelConfig
+from ffn_heterogeneity.models.families import t5
 from ffn_heterogeneity.models.leaves import parameters_text
 from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.surgery import SURGERIES
@@ -81,6 +82,12 @@ def _new_shape(source: Start) -> Model:
         check_vocabulary(tokenizer, shape["vocab_size"], what)
         names = ("bos", "eos", "pad")
         ids = {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in names}
+    size = f"{shape['layers']}x{width}/{shape['ffn_width']}"
+    if shape.get("encoder_layers"):
+        config = _new_t5(shape, ids)
+        size = f"{shape['encoder_layers']} + {size}"
+        about = f"new {size}, {parameters_text(config)}, seed {source.seed}"
+        return Model(config, {}, tokenizer, about)
     layer = LayerConfig(shape["ffn_width"], experts=experts, top_k=shape.get("top_k", 2))
     config = ModelConfig(
         family="mixtral" if experts else "llama",
@@ -94,10 +101,21 @@ def _new_shape(source: Start) -> Model:
         max_position=max(source.seq_len, 2048),
         **ids,
     )
-    size = f"{config.n_layers}x{width}/{config.ffn_widths[0]}"
     return Model(
         config, {}, tokenizer, f"new {size}, {parameters_text(config)}, seed {source.seed}"
     )
+
+
+def _new_t5(shape: Mapping[str, Any], ids: Mapping[str, int | None]) -> ModelConfig:
+    """A T5 1.1 of `shape`: answers begin with the padding token, as in T5."""
+    check_number("shape.encoder_layers", shape["encoder_layers"], "[1, inf)")
+    encoder, heads, width = shape["encoder_layers"], shape["n_heads"], shape["d_model"]
+    sizes = {"vocab_size": shape["vocab_size"], "d_model": width, "n_heads": heads}
+    start = ids.get("pad_id") if ids.get("pad_id") is not None else ids.get("bos_id")
+    sizes |= {"n_kv_heads": heads, "head_dim": width // heads, "tied": shape["tied"]}
+    special = {"bos_id": start, "eos_id": ids["eos_id"], "pad_id": start}
+    widths = [shape["ffn_width"]] * (encoder + shape["layers"])
+    return t5.model(widths, encoder, "gated-gelu", sizes | special, scaled=shape["tied"])
 
 
 def starting_model(

@@ -1,0 +1,71 @@
+"""Pre-training of an encoder-decoder from random weights, or further, by span corruption (T5).
+
+Command:   python scripts/train.py --config=configs/t5_pretrain.py:local \
+             --config.data.path=runs/corpus/tokens --config.tokenizer=runs/corpus/tokenizer \
+             --workdir=runs/t5
+           on what scripts/prepare_data.py made of a corpus (configs/prepare_data.py, its second
+           command). The argument is <size>[,<loss>]: local | small, and losses to train with as
+           well: nucl, jreg, diversity. --config.model=<a T5> continues from a model.
+Hardware:  local: 2 CPU cores. small: T5 1.1's, weights, gradients and two moments in float32 need
+           16 bytes a parameter (77M: 1.2 GB).
+Hours:     local: 0.3 s a step of 8 x 128 tokens of two CPU cores, beside other work.
+Paper:     T5 (arXiv 1910.10683): 15% of the tokens in spans of 3 on average. Its optimizer is
+           Adafactor; the default here is that of configs/parts/train.py.
+
+The keys are those of configs/parts/train.py, explained there, and those below. seq_len is the
+length of the encoder's rows. JREG's layers are counted over both stacks, the encoder's first.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.parts import losses, train
+from ffn_heterogeneity.train.text_to_text import SPANS
+
+# size: layers of each stack, width, FFN width, heads, learning rate
+SIZES = {
+    "local": (4, 128, 320, 4, 3e-3),
+    "small": (8, 512, 1024, 8, 1e-3),
+}
+
+
+def get_config(argument: str = "local") -> ConfigDict:
+    size, *more = argument.split(",")
+    if size not in SIZES:
+        raise ValueError(f"config argument {argument!r}: choose one of {', '.join(SIZES)}")
+    layers, d_model, ffn_width, heads, rate = SIZES[size]
+    config = train.get_config()
+    config.model = ""  # a model to continue from; "": a new one of the shape below
+    config.objective = "span_corruption"
+    config.update(SPANS)  # density: share of the tokens that is noise; mean_span: in tokens
+
+    config.shape = ConfigDict()  # of a T5 1.1: gated GELU
+    config.shape.encoder_layers = layers  # blocks of the encoder
+    config.shape.layers = layers  # blocks of the decoder
+    config.shape.d_model = d_model  # width of the residual streams
+    config.shape.ffn_width = ffn_width  # neurons of a block
+    config.shape.n_heads = heads  # of attention
+    # The tokenizer's and 100 sentinels, unless it has <extra_id_0> and so on.
+    config.shape.vocab_size = 32_128
+    config.shape.tied = False
+    # Of a new model: a directory, a .gguf file or a hub id.
+    config.tokenizer = ""
+    train.pretraining(config)
+    config.data.bos = "none"  # a row begins with a document's first token
+
+    losses.add(config, ("nll", *more))
+
+    config.steps = 100_000
+    config.seq_len = 512
+    config.optimizer.learning_rate = rate
+    if size == "local":
+        config.shape.vocab_size = 4224
+        config.shape.tied = True
+        config.steps, config.batch_size, config.accumulation, config.seq_len = 500, 8, 1, 128
+        config.optimizer.warmup_steps = 50
+        config.data.validation_fraction = 0.05
+        config.eval.every, config.eval.max_batches = 100, 16
+    return config
+
+
+KIND = "train"
+SWEEPS = {}

@@ -1,0 +1,125 @@
+"""Objectives of encoder-decoders: span corruption of any text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ffn_heterogeneity.data.pipeline import make_pipeline
+from ffn_heterogeneity.data.span_corruption import Corruption, corrupted_batch, sentinels_of
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.train.language import counts
+from ffn_heterogeneity.train.objectives import Batch, Data, Objective, ObjectiveSettings
+
+# The held-out rows are always corrupted alike.
+HELD_OUT_SEED = 0
+SPANS = {"density": 0.15, "mean_span": 3.0}
+
+
+def span_corruption(config: ObjectiveSettings, model: ModelConfig) -> Objective:
+    """Rows of text whose encoder's part has `config.seq_len` tokens, corrupted as in T5.
+
+    `config.own` may contain "density" and "mean_span" (`Corruption`).
+
+    Raises:
+      ValueError: no encoder-decoder, or invalid settings (DataError).
+    """
+    if model.kind != "encoder_decoder":
+        raise ValueError(
+            f"a {model.family} model is a{'n' * (model.kind == 'encoder')} {model.kind}: span "
+            "corruption trains encoder-decoders"
+        )
+    spans = {key: config.own.get(key, value) for key, value in SPANS.items()}
+    shapes = Corruption((0,) * 2**16, 0, **spans)
+    tokens = shapes.row_length(config.seq_len)
+    inputs, targets = shapes.lengths(tokens)
+    encoder, decoder = ("B", "S"), ("B", "T")
+    return Objective(
+        name="span_corruption",
+        batch={
+            "encoder_tokens": (encoder, np.int32),
+            "encoder_segment_ids": (encoder, np.int32),
+            "tokens": (decoder, np.int32),
+            "segment_ids": (decoder, np.int32),
+            "targets": (decoder, np.int32),
+            "loss_mask": (decoder, np.bool_),
+        },
+        lengths=({"S": inputs, "T": targets},),
+        data=functools.partial(_data, config, model, tokens, spans),
+        terms={"nll": {"weight": 1.0}},
+        counts=_counts,
+    )
+
+
+def _counts(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens of both stacks, and targets."""
+    encoder = (batch["encoder_segment_ids"] > 0).sum()
+    return counts(batch) | {"tokens": counts(batch)["tokens"] + encoder}
+
+
+def _data(
+    config: ObjectiveSettings,
+    model: ModelConfig,
+    tokens: int,
+    spans: Mapping[str, float],
+    tokenizer: Any,
+    rows: Sequence[int],
+) -> Data:
+    """Training batches and the held-out part of `config.data`; errors as `make_pipeline`."""
+    if tokenizer is None:
+        source = config.model or "the new model"
+        raise ValueError(f"{source} has no tokenizer, so no text can be read: add its files")
+    eos = model.eos_id[0] if isinstance(model.eos_id, tuple) else model.eos_id
+    if eos is None or model.bos_id is None:
+        raise ValueError(f"eos_id={eos}, bos_id={model.bos_id}: span corruption needs both")
+    how = Corruption(sentinels_of(tokenizer, model.vocab_size), eos, **spans)
+    how.row_length(config.seq_len)  # checks the number of sentinels
+    pipeline = make_pipeline(
+        config.data,
+        tokenizer,
+        config.batch_size,
+        tokens,
+        config.seed,
+        accumulation=config.accumulation,
+        rows=rows,
+        vocab_size=model.vocab_size,
+    )
+    padding = model.bos_id if model.padding_id is None else model.padding_id
+    corrupt = functools.partial(
+        corrupted_batch, how=how, start_id=model.bos_id, pad_id=padding, rows=pipeline.rows
+    )
+    batches = Corrupted(pipeline.train_iterator(), corrupt, config.seed)
+
+    def held_out() -> Iterator[Batch]:
+        for number, batch in enumerate(pipeline.validation_iterator(config.max_batches)):
+            yield corrupt(batch, seed=(HELD_OUT_SEED, number))
+
+    return Data(batches, {} if pipeline.held_out is None else {"held_out": held_out})
+
+
+class Corrupted:
+    """Training batches whose spans depend on the seed, the batch's number and the row."""
+
+    def __init__(self, batches: Any, corrupt: Any, seed: int):
+        self._batches, self._corrupt, self._seed, self._number = batches, corrupt, seed, 0
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._number += 1
+        return self._corrupt(batch, seed=(self._seed, self._number))
+
+    def get_state(self) -> dict[str, Any]:
+        """The position of the rows, and the number of batches so far."""
+        return {"batches": self._batches.get_state(), "number": self._number}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Move to a saved position."""
+        self._batches.set_state(state["batches"])
+        self._number = state["number"]
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._batches.close()
