@@ -31,12 +31,15 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,tokens") -> ConfigDic
     config.remove = {"kind": "surgery", "base": "experts:experts", "rule": "reap", "ratio": 0.5}
     config.remove.update({"top_k": placeholder(int), "constant": False, "seed": 0} | text)
     config.merge = {"kind": "surgery", "base": "experts:merge_experts", "method": "m_smoe"}
-    config.merge.update({"ratio": 0.5, "share": 0.375} | text)
+    config.merge.update({"ratio": 0.5} | text)
+    config.merge.share = 0.375  # of ResMoE: share of the residuals that is stored
     config.fuse = {"kind": "surgery", "base": "fuse", "method": "fusion", "ratio": 0.5, "seed": 0}
     config.prune = {"kind": "surgery", "base": "prune", "criterion": "entropy", "ratio": 0.5}
     config.recover.update({"freeze": (".*/router/.*",), "steps": 100, "batch_size": 4})
-    config.before = config.score.copy_and_resolve_references()
-    config.after = config.score.copy_and_resolve_references()
+    # text: of before and after, a file or a directory of texts (configs/perplexity.py).
+    for name in ("before", "after"):
+        config[name] = {"kind": "evaluate", "base": "perplexity", "text": "", "window": 256}
+        config[name].max_windows = 40
     del config.score
     return config
 

@@ -36,7 +36,8 @@ def get_config(argument: str = "local") -> ConfigDict:
     config = train.get_config()
     config.model = ""  # a model to continue from; "": a new one of the shape below
     config.objective = "span_corruption"
-    config.update(SPANS)  # density: share of the tokens that is noise; mean_span: in tokens
+    config.density = SPANS["density"]  # share of the tokens that become targets
+    config.mean_span = SPANS["mean_span"]  # mean length of their spans, in tokens
 
     config.shape = ConfigDict()  # of a T5 1.1: gated GELU
     config.shape.encoder_layers = layers  # blocks of the encoder

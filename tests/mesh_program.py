@@ -145,11 +145,17 @@ def meshes(names=("gemma2", "gpt2", "llama"), shapes=MESHES) -> dict:
 
 @jax.enable_x64(True)
 def encoders() -> dict:
-    """A scalar of an encoder's hidden states and pooler, and its gradient, with dropout."""
-    config = dataclasses.replace(tiny_of("bert", layers=3), vocab_size=32)
+    """A scalar of hidden states and pooler, and its gradient, with dropout: BERT and T5."""
+    return _of_encoder("bert", 0) | _of_encoder("t5", 12)
+
+
+def _of_encoder(name: str, length: int) -> dict:
+    """{mesh: error} of a model whose encoder has rows of its own of this length, or none (0)."""
+    config = dataclasses.replace(tiny_of(name, layers=3), vocab_size=32)
     params = random_params(config, dtype=np.float64)
-    batch = batch_of(config.vocab_size, rows=8)
-    batch["token_types"] = (batch["segment_ids"] == 2).astype(np.int32)
+    batch = batch_of(config.vocab_size, rows=8, encoder=length)
+    if config.token_types:
+        batch["token_types"] = (batch["segment_ids"] == 2).astype(np.int32)
 
     def run(shape) -> tuple[float, dict]:
         mesh = partition.make_mesh(*shape)
@@ -158,7 +164,7 @@ def encoders() -> dict:
         def loss(params, batch):
             drop = (jax.random.key(0), jnp.float64(0.1))
             outputs = causal_lm.forward(config, params, batch, options=options, dropout=drop)
-            return jnp.sum(jnp.sin(outputs["hidden"])) + jnp.sum(outputs["pooled"])
+            return jnp.sum(jnp.sin(outputs["hidden"])) + jnp.sum(outputs.get("pooled", 0.0))
 
         placed = jax.device_put(params, partition.shardings(mesh, params, declared(config, params)))
         rows = jax.device_put(batch, partition.batch_sharding(mesh, accumulated=False))
@@ -168,7 +174,7 @@ def encoders() -> dict:
     (alone, reference), errors = run((1, 1, 1)), {}
     for shape in ((8, 1, 1), (2, 2, 2)):
         value, gradient = run(shape)
-        errors[str(shape)] = max(abs(value / alone - 1), worst(reference, gradient))
+        errors[f"{name} {shape}"] = max(abs(value / alone - 1), worst(reference, gradient))
     return errors
 
 

@@ -104,7 +104,7 @@ def test_meshes_train_as_one_device(some_meshes):
 
 def test_meshes_encode_as_one_device(some_meshes):
     errors = some_meshes["encoders"]
-    assert len(errors) == 2 and max(errors.values()) <= 1e-7, errors
+    assert len(errors) == 4 and max(errors.values()) <= 1e-7, errors
 
 
 def test_meshes_train_experts_as_one_device(some_meshes):

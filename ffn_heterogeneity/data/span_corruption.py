@@ -20,7 +20,7 @@ SENTINEL = "<extra_id_{}>"
 
 @dataclasses.dataclass(frozen=True)
 class Corruption:
-    """How rows are corrupted.
+    """Settings of span corruption.
 
     Attributes:
       sentinels: ids of the sentinels, in order of use.

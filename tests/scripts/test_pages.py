@@ -260,7 +260,11 @@ def test_readme_lists_every_family_once():
         for name in re.findall(r"`(\w+)`", names):
             family = FAMILIES[name]
             kind = next(iter(family.presets.values()))[0].kind
-            wanted = {"encoder": "labels", "decoder": "text, labels", "encoder_decoder": "-"}
+            wanted = {
+                "encoder": "labels",
+                "decoder": "text, labels",
+                "encoder_decoder": "spans of text",
+            }
             assert trains == wanted[kind], name
             assert gguf == ("no" if family.from_gguf is no_gguf else "yes"), name
 

@@ -27,6 +27,7 @@ _LICENCES |= {"qwen2.5-coder-0.5b": "apache-2.0"}
 # Class of transformers -> the hub's name (pipeline tag) for the task.
 _TASKS = {
     "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSeq2SeqLM": "text2text-generation",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModel": "feature-extraction",
 }

@@ -247,6 +247,8 @@ def transformers_class(output: str | os.PathLike) -> str:
         return "AutoModelForSequenceClassification"
     if ROOT in native:
         return ""
+    if name.endswith("ForConditionalGeneration"):
+        return "AutoModelForSeq2SeqLM"
     encoder = re.search(r"(?<!LMHead)Model$", name)
     return "AutoModel" if encoder else "AutoModelForCausalLM"
 
@@ -260,6 +262,7 @@ def loads_in(output: str | os.PathLike) -> str:
     loaded = {
         "AutoModelForSequenceClassification": "transformers (AutoModelForSequenceClassification)",
         "AutoModelForCausalLM": "transformers, vLLM, llama.cpp's converter",
+        "AutoModelForSeq2SeqLM": "transformers (AutoModelForSeq2SeqLM)",
         "AutoModel": "transformers",
     }
     if name := transformers_class(output):
