@@ -28,6 +28,10 @@ def jreg_term(
     instance as a monitor reports another choice of the norm or of the positions: in validation,
     where both share one pass, without cost for the step.
 
+    The L layers of an encoder-decoder are those of both stacks, the encoder's first [ours]: alpha
+    weighs the decoder's most, and zeta_L is of the decoder's last layer. `final_norm` applies to
+    the last layer of each stack.
+
     Args:
       context: its weight is lambda; the paper tries 1, 2 and 3 and trains with 1.
       alpha: sharpness, >= 0; the paper tries 0, 0.1, 0.3, 0.5, 1, 3 and finds 1 best. Part of the
