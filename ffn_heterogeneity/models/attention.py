@@ -382,7 +382,9 @@ class Attention(nn.Module):
             y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers)
         else:
             y_btnh = attend(self.options, q_btnh, k_btkh, v_btkh, mask, config, drop)
-        if self.with_sinks:
+        if self.with_sinks and weights is not None:
+            weights = by_query_head(weights[..., :1])[..., 0]
+        elif self.with_sinks:
             weights = sink_weights(q_btnh, k_btkh, v_btkh, mask, **numbers)
         out = linear(config.d_model, config.attention_out_bias, name="out")
         return out(y_btnh.reshape(b, t, -1)), weights, cache

@@ -14,6 +14,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.hf.peft import save_adapters
 from ffn_heterogeneity.io.safetensors import open_file
+from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.tree import flatten
@@ -33,9 +34,9 @@ def adapted(config, kind, targets="attention/|ffn/", shared=False):
     model, _ = SURGERIES[kind](model, {"rank": 3, "alpha": 6.0, "targets": targets})
     tree = unstack(model.params)
     for layer in tree["layers"]:
-        for block in ("attention", "ffn"):
+        for block in ("attention", "cross_attention", "ffn"):
             first = {}
-            for name, leaves in layer[block].items():
+            for name, leaves in layer.get(block, {}).items():
                 if "lora_b" not in leaves:
                     continue
                 leaves["lora_b"] = rng.normal(size=leaves["lora_b"].shape).astype(np.float32)
@@ -82,6 +83,29 @@ def test_peft_computes_the_same_of_ours(torch, peft, tmp_path, family, targets, 
     ours = our_logits(read.config, SURGERIES["fold"](read)[0].params, TOKENS)
     other = our_logits(folded.config, folded.params, TOKENS)
     assert np.abs(ours - other).max() <= 1e-5 * np.abs(other).max()
+
+
+def test_peft_computes_the_same_of_an_encoder_decoder(torch, peft, tmp_path):
+    """Adapters in both stacks, cross-attention included."""
+    import transformers
+
+    config = tiny_of("t5", 4)
+    base = save_tiny(tmp_path / "base", config)
+    model = adapted(config, "lora", "attention/q|ffn/up", shared=False)
+    save_adapters(model.config, model.params, tmp_path / "adapter", str(base))
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(base)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert settings["task_type"] == "SEQ_2_SEQ_LM" and len(settings["target_modules"]) == 4 + 4 + 2
+    batch = {"encoder_tokens": TOKENS % 29, "tokens": TOKENS[:, ::-1] % 29}
+    given = {"input_ids": batch["encoder_tokens"], "decoder_input_ids": batch["tokens"]}
+    with torch.no_grad():
+        reference = theirs(**{k: torch.tensor(v.copy()) for k, v in given.items()}).logits.numpy()
+    read = load.load_model(tmp_path / "adapter")
+    for one in (model, read):
+        hidden = causal_lm.forward(one.config, one.params, batch)["hidden"]
+        ours = causal_lm.logits(one.config, one.params, hidden)
+        assert np.abs(ours - reference).max() <= 1e-5 * np.abs(reference).max()
 
 
 @pytest.mark.parametrize(

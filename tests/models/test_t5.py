@@ -192,6 +192,31 @@ def test_probes_sum_over_both_stacks_and_know_their_ends():
     np.testing.assert_allclose(scaled, made["hidden"], rtol=1e-5)
 
 
+def test_attention_to_the_first_token_knows_the_bias():
+    """The probes of the whole weights and of the first key's alone agree, with the bias."""
+    weights = Probe(
+        "weights",
+        lambda seen, *_: seen.attention_weights[..., 0],
+        needs=frozenset({"attention_weights"}),
+        kind="example",
+    )
+    sinks = Probe(
+        "sinks",
+        lambda seen, *_: seen.sink_weights,
+        needs=frozenset({"sink_weights"}),
+        kind="example",
+    )
+    config = tiny_of("t5", 4)
+    params, batch = random_params(config), batch_of(*(x % 29 for x in rows(length=12)))
+    (one, other) = (
+        causal_lm.forward(config, params, batch, probes=(probe,))["probes"][probe.name]
+        for probe in (weights, sinks)
+    )
+    for stack in ("encoder", "decoder"):
+        whole = np.asarray(one[stack]).reshape(2, 2, 4, -1)  # [L, B, N, T]
+        np.testing.assert_allclose(whole.swapaxes(2, 3), other[stack], rtol=1e-5)
+
+
 def test_removal_in_both_stacks_is_masking(tmp_path):
     """Neurons removed from chosen layers of each stack, against zero outgoing weights."""
     config = tiny_of("t5", 4)

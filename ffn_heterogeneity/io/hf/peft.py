@@ -32,6 +32,8 @@ from ffn_heterogeneity.tree import flatten, unflatten
 from ffn_heterogeneity.wording import naming, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TASKS = {"decoder": "CAUSAL_LM", "encoder": "FEATURE_EXTRACTION"}
+_TASKS["encoder_decoder"] = "SEQ_2_SEQ_LM"
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 # Settings that change the function of the same tensors: an error unless they are off.
 OFF = (
@@ -268,7 +270,7 @@ def save_adapters(
     rank, alpha = max(ranks.values()), next(iter(alphas.values()))
     settings = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if config.lm_head else "FEATURE_EXTRACTION",
+        "task_type": _TASKS[config.kind],
         "base_model_name_or_path": str(base),
         "r": rank,
         "lora_alpha": alpha,
