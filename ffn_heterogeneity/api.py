@@ -87,7 +87,7 @@ def generate(
     batch_size: int = 8,
     **sampling: Any,
 ) -> str | list[str]:
-    """Generate the continuation of a prompt, or of each of several.
+    """Generate the continuation of a prompt, or of each of several; of an encoder-decoder its answer.
 
     It stops at the ids of generation_config.json (else config.json). If that file has do_sample, it
     samples with the file's temperature and top_p; otherwise, and with `temperature=0`, it is

@@ -7,7 +7,7 @@ from ffn_heterogeneity.data.templates import render_template
 from ffn_heterogeneity.evaluate.inputs import tokenizer_of
 from ffn_heterogeneity.evaluate.scoring import score
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.models.causal_lm import RunOptions
+from ffn_heterogeneity.models.causal_lm import RunOptions, require_decoder
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.wording import extra
@@ -52,6 +52,7 @@ class HarnessLM(TemplateLM):
         stop: Sequence[str] = (),
     ):
         super().__init__()
+        require_decoder(model.config, "scoring of tasks")
         self.tokenizer = tokenizer_of(model, "tasks are text, add its files")
         self.config = model.config
         self.max_length = max_length or model.config.max_position

@@ -2,12 +2,10 @@
 
 import dataclasses
 import functools
-import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ffn_heterogeneity.models import splash
 from ffn_heterogeneity.models.blocked import (
@@ -86,35 +84,6 @@ def tree_mask(subtree_ends_bt: jax.Array) -> jax.Array:
     places = jnp.arange(subtree_ends_bt.shape[1])
     before = places[None, None, :] <= places[None, :, None]
     return before & (places[None, :, None] < subtree_ends_bt[:, None, :])
-
-
-def relative_bias(
-    table: jax.Array, q_positions_bt: jax.Array, kv_positions_bs: jax.Array, causal: bool, far: int
-) -> jax.Array:
-    """T5's bias of the attention logits by distance, [B or 1, N, T, S].
-
-    Each distance up to half of the rows has a row of its own; the others share rows of logarithmic
-    width up to the distance `far`, and the last row beyond it. Unless `causal`, keys before and
-    after the query have half of the rows each.
-
-    Args:
-      table: [rows, N].
-    """
-    ahead = kv_positions_bs[:, None, :] - q_positions_bt[:, :, None]
-    rows = table.shape[0] if causal else table.shape[0] // 2
-    apart = jnp.minimum(jnp.maximum(-ahead, 0) if causal else jnp.abs(ahead), far)
-    row_bts = jnp.asarray(distance_rows(rows, far))[apart]
-    row_bts = row_bts if causal else row_bts + jnp.where(ahead > 0, rows, 0)
-    return table[row_bts].transpose(0, 3, 1, 2)
-
-
-@functools.cache
-def distance_rows(rows: int, far: int) -> np.ndarray:
-    """The row of each distance 0, 1, ... far; with the published code's float32 operations."""
-    exact, apart = rows // 2, np.arange(far + 1)
-    steps = np.log(np.maximum(apart, 1).astype(np.float32) / exact) / math.log(far / exact)
-    shared = exact + (steps * (rows - exact)).astype(np.int32)
-    return np.where(apart < exact, apart, np.minimum(shared, rows - 1)).astype(np.int32)
 
 
 def with_kernel(
@@ -336,9 +305,7 @@ class Attention(nn.Module):
     with_sinks: bool = False
 
     @nn.compact
-    def __call__(
-        self, x_btd, rotary, mask: Mask, cache=None, drop=None, bias=None, memory_bsd=None
-    ):
+    def __call__(self, x_btd, rotary, mask: Mask, cache=None, drop=None, bias=None, memory=None):
         """x [B, T, D], rotary tables, mask [B or 1, T, S] -> (y [B, T, D], weights, cache).
 
         weights [B, K, N/K, T, S]: None if they are never materialized (blocked and fused kernels);
@@ -349,13 +316,14 @@ class Attention(nn.Module):
 
         `drop`: (key, rate) of dropout on the probabilities; None: no dropout.
 
-        `bias`: [B or 1, N, T, S], added to the logits. `memory_bsd`: states whose keys and values
-        are attended to, instead of x's own; None: x's. Both need the plain form.
+        `bias`: [B or 1, N, T, S], added to the logits; it needs the plain form.
+
+        `memory`: states [B, S, D] whose keys and values are attended to instead of x's own, or
+        these (keys, values) in a cache's layout; None: x's.
         """
         config = self.config
         linear = functools.partial(Linear, options=self.options)
         b, t, _ = x_btd.shape
-        source = x_btd if memory_bsd is None else memory_bsd
 
         def project(name: str, heads: int, x: jax.Array) -> jax.Array:
             y = linear(heads * config.head_dim, config.attention_bias, name=name)(x)
@@ -364,6 +332,12 @@ class Attention(nn.Module):
             return y.reshape(*x.shape[:2], heads, config.head_dim)
 
         q_btnh = project("q", config.n_heads, x_btd)
+        out = linear(config.d_model, config.attention_out_bias, name="out")
+        numbers = {"scale": config.scale, "softcap": config.attention_softcap}
+        if isinstance(memory, tuple):
+            y_btnh, weights = cached_attention(q_btnh, *memory, mask, **numbers)
+            return out(y_btnh.reshape(b, t, -1)), weights, None
+        source = x_btd if memory is None else memory
         k_btkh = project("k", config.n_kv_heads, source)
         v_btkh = project("v", config.n_kv_heads, source)
         if config.qk_norm:
@@ -372,12 +346,11 @@ class Attention(nn.Module):
         q_btnh, k_btkh = apply_rotary(q_btnh, rotary), apply_rotary(k_btkh, rotary)
         if cache is not None:
             cache = cache.extend(k_btkh, v_btkh)
-        numbers = {"scale": config.scale, "softcap": config.attention_softcap}
         weights = None
         if cache is not None and not cache.fresh:
             keys, values = cache.read(q_btnh.dtype)
             y_btnh, weights = cached_attention(q_btnh, keys, values, mask, **numbers, bias=bias)
-        elif self.with_weights or bias is not None or memory_bsd is not None:
+        elif self.with_weights or bias is not None or memory is not None:
             numbers |= {"drop": drop, "bias": bias}
             y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers)
         else:
@@ -386,5 +359,4 @@ class Attention(nn.Module):
             weights = by_query_head(weights[..., :1])[..., 0]
         elif self.with_sinks:
             weights = sink_weights(q_btnh, k_btkh, v_btkh, mask, **numbers)
-        out = linear(config.d_model, config.attention_out_bias, name="out")
         return out(y_btnh.reshape(b, t, -1)), weights, cache

@@ -108,7 +108,8 @@ class Block(nn.Module):
         Args:
           drop: (key, rate), or None.
           bias: as of `Attention`.
-          memory: (the encoder's states [B, S, D], their mask [B or 1, T, S]), for cross-attention.
+          memory: (the encoder's states [B, S, D], or their keys and values as in `Attention`; their
+            mask [B or 1, T or 1, S]), for cross-attention.
         """
         config = self.config
         before = self.layer.norm_placement == "pre"

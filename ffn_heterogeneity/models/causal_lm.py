@@ -88,7 +88,7 @@ def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None
     if config.kind == "encoder_decoder":
         before = encoder_batch(config, batch)
         x, seen = _run_span(config, params, before, options, "encoder", **given)
-        memory = Norm(config).apply({"params": params["encoder_norm"]}, x)
+        memory = _stack_norm(config, params, "encoder", x)
         given["memory"] = (memory, memory_mask(before))
     last = next(reversed(config.stacks))
     x, after = _run_span(config, params, batch, options, last, **given)
@@ -97,6 +97,17 @@ def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None
     if config.pooler:
         more["pooled"] = pool(config, params, hidden, batch.get("segment_ids"), options)
     return {"hidden": hidden, "probes": _joined(probes, seen, after), **more}
+
+
+def encode(config: ModelConfig, params: dict, batch: dict, options: RunOptions) -> Any:
+    """The states of an encoder-decoder's encoder after its norm, [B, S, D].
+
+    Args:
+      batch: the encoder's: "tokens" [B, S], and "segment_ids" (0: padding).
+    """
+    given = {"probes": (), "extra": _of_layers(config, (), None, None, None), "dropout": None}
+    x, _ = _run_span(config, params, batch, options, "encoder", **given)
+    return _stack_norm(config, params, "encoder", x)
 
 
 def _joined(probes: tuple, encoder: dict, decoder: dict) -> dict:

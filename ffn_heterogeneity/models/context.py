@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ffn_heterogeneity.models.attention import Mask, attention_mask, relative_bias, tree_mask
+from ffn_heterogeneity.models.attention import Mask, attention_mask, tree_mask
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.relative import relative_bias
 from ffn_heterogeneity.models.rotary import rotary_tables
 
 

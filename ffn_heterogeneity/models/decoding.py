@@ -24,6 +24,8 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.attention import Mask, attention_mask, with_kernel
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.linear import Linear
+from ffn_heterogeneity.models.relative import relative_bias
 from ffn_heterogeneity.models.rotary import rotary_tables
 from ffn_heterogeneity.models.stack import check_stack, layer_leaves, run_stack
 
@@ -34,7 +36,8 @@ class LayerCache:
 
     Attributes:
       leaves: {"keys": [B, K, H, S], "values": [B, K, S, H]}, with a leading axis [r, ...] if the
-        layer's slot has r > 1 repeats.
+        layer's slot has r > 1 repeats. With cross-attention also "cross_keys" and "cross_values",
+        of the encoder's states, and "cross_real" bool [B, S], False at padding.
       repeat: index on that axis, a traced integer; ignored for one repeat.
       column: column of the first new token, a traced integer.
       fresh: the cache is empty, so the new tokens see only each other.
@@ -49,7 +52,17 @@ class LayerCache:
         """Return the cache with the keys and values of new tokens added."""
         keys = self._written("keys", k_btkh.transpose(0, 2, 3, 1), axis=3)
         values = self._written("values", v_btkh.transpose(0, 2, 1, 3), axis=2)
-        return dataclasses.replace(self, leaves={"keys": keys, "values": values})
+        return dataclasses.replace(self, leaves=self.leaves | {"keys": keys, "values": values})
+
+    def cross(self, dtype: jnp.dtype) -> tuple[tuple[jax.Array, jax.Array], Mask] | None:
+        """((keys, values), mask) of the encoder's states, or None without cross-attention."""
+        if "cross_keys" not in self.leaves:
+            return None
+        each = [self.leaves[f"cross_{name}"] for name in ("keys", "values", "real")]
+        if each[0].ndim > 4:
+            each = [leaf[self.repeat] for leaf in each]
+        keys, values, real = each
+        return (keys.astype(dtype), values.astype(dtype)), Mask(real[:, None])
 
     def read(self, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """Return (keys [B, K, H, S], values [B, K, S, H]) of the layer, a slice of the carry.
@@ -83,18 +96,25 @@ def make_cache(
     rows: int,
     length: int,
     options: causal_lm.RunOptions = causal_lm.RunOptions(),
+    memory: tuple[jax.Array, jax.Array] | None = None,
 ) -> dict:
     """Create an empty cache for `length` columns: {"segment_i": {"slot_j": {"keys", "values"}}}.
 
-    Leaves as in `LayerCache`.
+    Leaves as in `LayerCache`; of an encoder-decoder, the decoder's.
+
+    Args:
+      memory: of an encoder-decoder, the encoder's states [B, S, D], and bool [B, S], False at
+        padding. Their keys and values are computed here, once.
 
     Raises:
       ValueError: an encoder, or more columns than learned positions.
     """
-    causal_lm.require_decoder(config, "generation")
+    require_predictions(config)
     causal_lm.check_length(config, length)
     cache: dict = {}
     for i, segment in enumerate(check_stack(config, stack)):
+        if segment.start < config.n_encoder_layers:
+            continue
         heads, sharding = (rows, config.n_kv_heads), options.cache
         if segment.repeats > 1:
             heads = (segment.repeats, *heads)
@@ -107,11 +127,35 @@ def make_cache(
                 "keys": (*heads, config.head_dim, places),
                 "values": (*heads, places, config.head_dim),
             }
-            cache[f"segment_{i}"][f"slot_{slot}"] = {
+            leaves = {
                 name: causal_lm.hold(jnp.zeros(shape, options.compute_dtype), sharding)
                 for name, shape in shapes.items()
             }
+            if memory is not None:
+                tree = stack[f"segment_{i}"][f"slot_{slot}"]["cross_attention"]
+                leaves |= _cross_leaves(config, options, tree, *memory, segment.repeats)
+            cache[f"segment_{i}"][f"slot_{slot}"] = leaves
     return cache
+
+
+def require_predictions(config: ModelConfig) -> None:
+    """Raise ValueError for an encoder, which predicts no tokens."""
+    if not config.lm_head:
+        causal_lm.require_decoder(config, "generation")
+
+
+def _cross_leaves(config, options, tree, states_bsd, real_bs, repeats) -> dict[str, jax.Array]:
+    """Keys and values of the encoder's states for the layers of one slot."""
+    linear = Linear(config.n_kv_heads * config.head_dim, config.attention_bias, options=options)
+
+    def project(leaves: dict) -> jax.Array:
+        y = linear.apply({"params": leaves}, states_bsd)
+        return y.reshape(*real_bs.shape, config.n_kv_heads, config.head_dim)
+
+    keys, values = (jax.vmap(project)(tree[name]) for name in ("k", "v"))
+    real = jnp.broadcast_to(real_bs, (repeats, *real_bs.shape))
+    leaves = {"keys": keys.transpose(0, 1, 3, 4, 2), "values": values.swapaxes(2, 3), "real": real}
+    return {f"cross_{name}": x if repeats > 1 else x[0] for name, x in leaves.items()}
 
 
 def _places(layer: LayerConfig, length: int) -> int:
@@ -135,7 +179,7 @@ def forward_cached(
     fresh: bool = False,
     options: causal_lm.RunOptions = causal_lm.RunOptions(),
 ) -> tuple[jax.Array, dict]:
-    """Run the model on new tokens after those in the cache.
+    """Run the model, or an encoder-decoder's decoder, on new tokens after those in the cache.
 
     Args:
       tokens_bt: int32 [B, T]; columns column .. column + T - 1 of every row.
@@ -152,7 +196,7 @@ def forward_cached(
       ValueError: an encoder; or several new tokens at once after a full window (they would
         overwrite the oldest columns before the first of the new tokens has read them).
     """
-    causal_lm.require_decoder(config, "generation")
+    require_predictions(config)
     count, length = tokens_bt.shape[1], cache_length(cache)
     if not fresh and count > 1 and any(x.window and x.window <= length for x in config.layers):
         raise ValueError(f"{count} new tokens at once on top of a window's cache: give one by one")
@@ -162,6 +206,7 @@ def forward_cached(
     x = causal_lm.embed(config, params, tokens_bt, options, positions_bt)
     options = with_kernel(options, config, count, in_order=False)
     context = _contexts(config, columns_bt, positions_bt, pads_b, length, fresh)
+    bias = _bias(config, params, columns_bt, length, fresh)
     segments = check_stack(config, params["stack"])
     place_of = {
         segment.layer(slot): (f"segment_{i}", f"slot_{slot}")
@@ -175,7 +220,8 @@ def forward_cached(
         here = LayerCache(cache[segment][slot], repeat, column, fresh)
         rotary, mask = context[index]
         block = Block(config, config.layers[index], options)
-        x, seen = block.apply({"params": layer_params}, x, rotary, mask, None, here)
+        given = (rotary, mask, None, here, bias, here.cross(x.dtype))
+        x, seen = block.apply({"params": layer_params}, x, *given)
         cache = {**cache, segment: {**cache[segment], slot: seen.cache.leaves}}
         return (causal_lm.hold(x, options.activations), cache), {}
 
@@ -192,6 +238,7 @@ def forward_cached(
         run_layer,
         per_layer=jnp.asarray(repeats, jnp.int32),
         unroll=options.unroll,
+        span=config.stacks["decoder"],
     )
     return causal_lm.finish(config, params, x), cache
 
@@ -210,6 +257,15 @@ def layers_apart(params: dict) -> dict:
         for layer, tree in layer_leaves(on_host)
     }
     return jax.device_put({**params, "stack": stack})
+
+
+def _bias(config, params, columns_bt, length, fresh) -> jax.Array | None:
+    """Bias by distance of the new columns' logits, or None; such models have no window."""
+    if config.positions != "relative":
+        return None
+    held = columns_bt if fresh else jnp.arange(length, dtype=jnp.int32)[None]
+    far = config.relative_distance
+    return relative_bias(params["relative"]["decoder"], columns_bt, held, True, far)
 
 
 def _contexts(config, columns_bt, positions_bt, pads_b, length, fresh) -> list[tuple]:

@@ -21,7 +21,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.decoding import forward_cached, layers_apart, make_cache
+from ffn_heterogeneity.models.decoding import (
+    forward_cached,
+    layers_apart,
+    make_cache,
+    require_predictions,
+)
 from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.sampling import AnswerSoFar, Generation, Sampling, choose
 from ffn_heterogeneity.parallel import partition
@@ -62,7 +67,7 @@ class Generator:
         batch_size: int = 8,
         mesh: Mesh | None = None,
     ):
-        causal_lm.require_decoder(config, "generation")
+        require_predictions(config)
         check_number("batch_size", batch_size, "[1, inf)")
         self.config, self.tokenizer, self.batch_size = config, tokenizer, batch_size
         self.options, self.mesh = options, mesh
@@ -89,6 +94,8 @@ class Generator:
         progress: str | Callable[[int], Any] | None = "generate",
     ) -> list[Generation]:
         """Generate a continuation of each prompt, in the prompts' order.
+
+        An encoder-decoder's encoder reads the prompt; its answer begins with `bos_id`.
 
         Args:
           prompts: token ids, including bos if the model needs it.
@@ -131,7 +138,8 @@ class Generator:
             raise ValueError(f"prompt {i} is empty: give at least a bos token")
         ids = np.asarray(prompt)
         check_vocabulary(ids, self.config.vocab_size, f"prompt {i}: ")
-        room = self.config.max_position - sampling.max_new_tokens
+        limit = sys.maxsize if self.config.positions == "relative" else self.config.max_position
+        room = limit - sampling.max_new_tokens
         if len(ids) <= room:
             return ids
         if not truncate or room < 2:
@@ -146,6 +154,8 @@ class Generator:
         """(columns of a batch's prompts, columns of prompts and new tokens)."""
         limit, new = self.config.row_limit, wanted[batch[0]].max_new_tokens
         width = bucket(max(len(rows[i]) for i in batch), limit - new)
+        if self.config.kind == "encoder_decoder":
+            return width, 1 + bucket(new)
         return width, width + bucket(new, limit - width)
 
     def _generate(self, batch, rows, wanted, length: int) -> dict[int, Generation]:
@@ -169,6 +179,8 @@ class Generator:
             tokens, pads = jax.device_put(tokens, rows_over), jax.device_put(pads, rows_over)
         watch = [AnswerSoFar(self.config, self.tokenizer, wanted[i]) for i in batch]
         state = _prefill(self.config, self.options, length, self.params, tokens, pads, hyper)
+        if self.config.kind == "encoder_decoder":
+            pads = np.zeros_like(pads)  # the prompts are in the cache
         for new in self._chunks(state, pads, hyper, first.max_new_tokens, watch):
             for one, row in zip(watch, new, strict=False):
                 one.take(row)
@@ -220,7 +232,14 @@ def _batches(rows, wanted: Sequence[Sampling], size: int) -> Iterator[list[int]]
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _prefill(config, options, length, params, tokens_bt, pads_b, hyper) -> dict:
     """Return the state after the prompt: cache, first new token [B, 1] and its column."""
-    cache = make_cache(config, params["stack"], tokens_bt.shape[0], length, options)
+    memory = None
+    if config.kind == "encoder_decoder":
+        real = jnp.arange(tokens_bt.shape[1]) >= pads_b[:, None]
+        batch = {"tokens": tokens_bt, "segment_ids": real.astype(jnp.int32)}
+        memory = causal_lm.encode(config, params, batch, options), real
+        tokens_bt = jnp.full((len(tokens_bt), 1), config.bos_id, jnp.int32)
+        pads_b = jnp.zeros_like(pads_b)
+    cache = make_cache(config, params["stack"], tokens_bt.shape[0], length, options, memory)
     hidden, cache = forward_cached(
         config, params, tokens_bt, pads_b, cache, fresh=True, options=options
     )

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.causal_lm import require_one_stack
 from ffn_heterogeneity.models.generate import Generator
 from ffn_heterogeneity.models.sampling import Sampling
 
@@ -28,6 +29,7 @@ def own_rows(model: Model, tokens: int, seed: int = 0) -> list[np.ndarray]:
         raise ValueError(
             f"calibration='own': {model.source} is an encoder and writes nothing: give a text file"
         )
+    require_one_stack(config, "self-generated calibration text")
     if config.bos_id is None:
         raise ValueError(
             f"calibration='own': {model.source} has no bos token to begin with: give a text file"

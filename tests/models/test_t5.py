@@ -16,8 +16,10 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm
-from ffn_heterogeneity.models.attention import distance_rows
+from ffn_heterogeneity.models.decoding import forward_cached, make_cache
 from ffn_heterogeneity.models.families.t5_names import names
+from ffn_heterogeneity.models.generate import Generator, Sampling
+from ffn_heterogeneity.models.relative import distance_rows
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.tree import flatten
@@ -136,6 +138,49 @@ def test_states_of_the_encoder(torch, pair):
     np.testing.assert_allclose(
         states[real[:, None].repeat(4, 1)], expected[real[:, None].repeat(4, 1)], atol=1e-4
     )
+
+
+def test_greedy_tokens_equal_torchs(torch, pair):
+    """Prompts of unequal lengths; the encoder alone writes nothing."""
+    model, place = pair
+    ours = fh.load_model(place)
+    if ours.config.kind == "encoder":
+        refused("generation needs a decoder", Generator, ours.config, ours.params)
+        return
+    ids, mask, _ = rows(length=30)
+    given = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+    how = {"max_new_tokens": 40, "do_sample": False, "num_beams": 1}
+    theirs = model.generate(**given, **how).numpy()[:, 1:]
+    prompts = [row[real > 0] for row, real in zip(ids, mask, strict=True)]
+    for size in (1, 2):  # alone, and padded
+        generator = Generator(ours.config, ours.params, batch_size=size)
+        answers = generator(prompts, Sampling(40), progress=None)
+        for answer, other in zip(answers, theirs.tolist(), strict=True):
+            other = other[: other.index(1)] if 1 in other else other
+            assert list(answer.tokens) == other
+    assert len({*theirs.ravel().tolist()}) > 2
+
+
+def test_a_cached_decoder_is_the_decoder(pair):
+    """Token by token, with the encoder's keys and values computed once."""
+    _, place = pair
+    model = fh.load_model(place)
+    config = model.config
+    if config.kind == "encoder":
+        return
+    ids, mask, _ = rows(length=20)
+    answer = np.random.default_rng(2).integers(2, 61, (2, 150))
+    batch = batch_of(ids, mask, answer)
+    whole = causal_lm.forward(config, model.params, batch)
+    memory = whole["encoder_hidden"], jnp.asarray(mask > 0)
+    cache = make_cache(config, model.params["stack"], 2, 150, memory=memory)
+    step = jax.jit(forward_cached, static_argnums=0, static_argnames="fresh")
+    pads, states = jnp.zeros(2, jnp.int32), []
+    for t in range(150):
+        token = batch["tokens"][:, t : t + 1]
+        made, cache = step(config, model.params, token, pads, cache, t, fresh=t == 0)
+        states.append(made)
+    np.testing.assert_allclose(np.concatenate(states, 1), whole["hidden"], atol=2e-4)
 
 
 @pytest.mark.parametrize(("rows_", "far"), [(32, 128), (16, 128), (16, 40), (8, 9)])
