@@ -87,11 +87,11 @@ def generate(
     batch_size: int = 8,
     **sampling: Any,
 ) -> str | list[str]:
-    """Generate the continuation of a prompt, or of each of several; of an encoder-decoder its answer.
+    """Generate the continuation of a prompt, or of each of several.
 
-    It stops at the ids of generation_config.json (else config.json). If that file has do_sample, it
-    samples with the file's temperature and top_p; otherwise, and with `temperature=0`, it is
-    greedy.
+    An encoder-decoder answers a prompt. An answer stops at the ids of generation_config.json (else
+    config.json). If that file has do_sample, tokens are sampled with the file's temperature and
+    top_p; otherwise, and with `temperature=0`, they are the most likely ones.
 
     Args:
       chat: each prompt is a user's message; the answer is generated in the tokenizer's chat

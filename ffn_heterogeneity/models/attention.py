@@ -335,7 +335,8 @@ class Attention(nn.Module):
         out = linear(config.d_model, config.attention_out_bias, name="out")
         numbers = {"scale": config.scale, "softcap": config.attention_softcap}
         if isinstance(memory, tuple):
-            y_btnh, weights = cached_attention(q_btnh, *memory, mask, **numbers)
+            keys, values = memory
+            y_btnh, weights = cached_attention(q_btnh, keys, values, mask, **numbers)
             return out(y_btnh.reshape(b, t, -1)), weights, None
         source = x_btd if memory is None else memory
         k_btkh = project("k", config.n_kv_heads, source)
