@@ -6,7 +6,8 @@ Command:   python scripts/sweep.py --config=configs/expert_recover.py:<model>,to
              --config.before.text=<the same> --workdir=runs/half
            The argument is <model>,<data> as of configs/nucl_finetune.py. Sweeps: half | quarter:
            so much of the experts' parameters stays; own: half, on self-generated text; active:
-           half of the experts, and top_k 1; whole: the recovery alone.
+           half of the experts, and top_k 1; whole: the recovery alone. One method alone:
+           scripts/train.py with --config.remove.rule=<rule>.
 Hardware:  any CPU for a small model; else that of configs/nucl_finetune.py.
 Hours:     a model of 4 layers x 192 on one CPU core: two minutes a point.
 Paper:     MLP Fusion has M-SMoE as a baseline; the other rows are of REAP, REAM, AIMER, MoNE and

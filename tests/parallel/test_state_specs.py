@@ -23,8 +23,8 @@ from ffn_heterogeneity.tree import flatten
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OPTIMIZERS = ("adamw", "adafactor")
-# Small leaves that no mesh cuts: vectors, and an encoder's small tables.
-WHOLE = "norm/|bias/|embed/(position|token_type)/"
+# Small leaves that no mesh cuts: vectors, small tables of encoders, tables of biases by distance.
+WHOLE = "norm/|bias/|embed/(position|token_type)/|relative/"
 
 
 def describe_state(model, settings, mesh) -> dict:
