@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 NOVELS, HELD_OUT_NOVEL = ("98", "345", "1342", "1400", "1661", "2701"), "11"
-EVERY = 20  # a document of so many is held out, of kinds without a test set
+EVERY = 20  # every 20th document is held out, of kinds without a test set
 DOCUMENT_CHARS = 4000
 CHARS = 120_000  # of each validation text, at most
 CALIBRATION_CHARS = 400_000

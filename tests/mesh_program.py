@@ -150,7 +150,7 @@ def encoders() -> dict:
 
 
 def _of_encoder(name: str, length: int) -> dict:
-    """{mesh: error} of a model whose encoder has rows of its own of this length, or none (0)."""
+    """{mesh: error} of a model whose encoder has separate rows of this length, or none (0)."""
     config = dataclasses.replace(tiny_of(name, layers=3), vocab_size=32)
     params = random_params(config, dtype=np.float64)
     batch = batch_of(config.vocab_size, rows=8, encoder=length)

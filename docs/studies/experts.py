@@ -78,7 +78,7 @@ def method_of(first: str, *settings: Any) -> str:
 
 
 def kept_of(*settings: Any) -> str:
-    """What is left of the experts' parameters; ResMoE stores a barycenter, an eighth, as well."""
+    """Share of the experts' parameters that remains, with ResMoE's barycenter (an eighth)."""
     made = dict(zip(KEYS, settings, strict=True))
     if made["merge.method"] == "resmoe":
         return f"{100 * (made['merge.share'] + 1 / 8):g}%"

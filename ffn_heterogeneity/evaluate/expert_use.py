@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,21 +65,20 @@ def experts(settings: ExpertSettings, model: Model, workdir: epath.Path) -> dict
     models = [model, *others.values()]
     trees = [unstack(one.params)["layers"] for one in models]
     texts = [ExpertText(one, rows) for one in models]
-    layers, table = [], ["layer,expert,text,share"]
+    layers, table = [], []
     for i, layer in enumerate(bar("experts", model.config.layers, unit="layer")):
         if layer.experts is not None:
             loads, found = _layer(i, layer.columns, texts, trees, np.array(of_row), list(others))
             layers.append({"layer": i + 1, **found})
             shares = loads / loads.sum(1, keepdims=True)
-            cells = zip(names, shares, strict=True)
-            table += [f"{i + 1},{e},{x},{y:.6g}" for x, ys in cells for e, y in enumerate(ys)]
+            table.append((i + 1, shares))
         for one, text, tree in zip(models, texts, trees, strict=True):
             text.move(one.config.layers[i], tree[i])
     if not layers:
         raise ValueError(f"{settings.model} has no layer with experts")
-    write_text(workdir / "experts.csv", "\n".join([*table, ""]))
+    write_text(workdir / "experts.csv", _csv(names, table))
     results = _means(layers) | {"tokens": int(sum(map(len, rows))), "layers": layers}
-    _say(results, names, table[1:], workdir)
+    _say(results, names, table, workdir)
     return results
 
 
@@ -177,8 +178,22 @@ def _means(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return means
 
 
+def _csv(names: Sequence[str], table: Sequence[tuple[int, np.ndarray]]) -> str:
+    """A line for each layer, text and expert."""
+    made = io.StringIO()
+    writer = csv.writer(made, lineterminator="\n")
+    writer.writerow(("layer", "expert", "text", "share"))
+    for layer, shares in table:
+        for name, row in zip(names, shares, strict=True):
+            writer.writerows((layer, e, name, f"{share:.6g}") for e, share in enumerate(row))
+    return made.getvalue()
+
+
 def _say(
-    results: Mapping[str, Any], names: Sequence[str], lines: Sequence[str], workdir: epath.Path
+    results: Mapping[str, Any],
+    names: Sequence[str],
+    table: Sequence[tuple[int, np.ndarray]],
+    workdir: epath.Path,
 ) -> None:
     """Print a table of the layers, and draw the shares of each text's tokens."""
     shown = ("layer", "expert_cosine", "load_min", "load_max", "text_information")
@@ -186,9 +201,6 @@ def _say(
     print(markdown_table(shown, rows))
     for name, one in results.get("against", {}).items():
         print(f"against {name}: " + ", ".join(f"{x} {y:.4f}" for x, y in one.items()))
-    panels: dict[str, dict[str, list[float]]] = {}
-    for layer, _, text, share in (line.split(",") for line in lines):
-        panels.setdefault(f"layer {layer}", {}).setdefault(text, []).append(float(share))
-    made = {title: [*its.values()] for title, its in panels.items()}
+    made = {f"layer {layer}": shares.tolist() for layer, shares in table}
     label = "share of the text's tokens"
     probabilities_figure(made, workdir / "experts.png", names=names, label=label)

@@ -13,7 +13,7 @@ def relative_bias(
 ) -> jax.Array:
     """T5's bias of the attention logits by distance, [B or 1, N, T, S].
 
-    Each distance up to half of the rows has a row of its own; the others share rows of logarithmic
+    Each distance up to half of the rows has a separate row; the others share rows of logarithmic
     width up to the distance `far`, and the last row beyond it. Unless `causal`, keys before and
     after the query have half of the rows each.
 

@@ -186,7 +186,7 @@ def restack(config: ModelConfig, params: dict) -> dict:
 
 
 def encoder_part(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
-    """(config, stacked parameters) of an encoder-decoder's encoder, a model of its own."""
+    """(config, stacked parameters) of an encoder-decoder's encoder as a separate model."""
     layers = unstack(params)["layers"][: config.n_encoder_layers]
     made = {"embed": params["embed"], "final_norm": params["encoder_norm"], "layers": layers}
     if "relative" in params:

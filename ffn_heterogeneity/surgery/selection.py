@@ -18,7 +18,7 @@ def layer_subset(
         indices; Gemma-2's layer 0 is local, so "odd" are its global layers, which the NUCL paper,
         counting from 1, calls even); "pair:i" (layers i and i + 1, Figure 4); "last4"; "3,7,9";
         "4-9"; or a sequence of integers. After the names of groups, each with a colon, these rules
-        are about the layers in all these groups, numbered anew: "encoder:top", "encoder:0-2",
+        are about the layers in all these groups, numbered from 0: "encoder:top", "encoder:0-2",
         "decoder:sparse:last4".
       groups: `ModelConfig.groups`.
 

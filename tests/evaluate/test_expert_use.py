@@ -1,4 +1,4 @@
-"""Who reads which text, and cosines of experts, against a computation expert by expert."""
+"""Shares of texts and cosines of experts, against a computation expert by expert."""
 
 import dataclasses
 import itertools

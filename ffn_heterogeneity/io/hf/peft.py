@@ -32,8 +32,6 @@ from ffn_heterogeneity.tree import flatten, unflatten
 from ffn_heterogeneity.wording import naming, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_TASKS = {"decoder": "CAUSAL_LM", "encoder": "FEATURE_EXTRACTION"}
-_TASKS["encoder_decoder"] = "SEQ_2_SEQ_LM"
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 # Settings that change the function of the same tensors: an error unless they are off.
 OFF = (
@@ -267,10 +265,11 @@ def save_adapters(
         alphas[module] = float(leaves[f"{adapted[0]}/lora_scale"][0]) * ranks[module]
     if not tensors:
         raise CheckpointError("the model has no LoRA adapters")
+    task = "CAUSAL_LM" if config.lm_head else "FEATURE_EXTRACTION"
     rank, alpha = max(ranks.values()), next(iter(alphas.values()))
     settings = {
         "peft_type": "LORA",
-        "task_type": _TASKS[config.kind],
+        "task_type": "SEQ_2_SEQ_LM" if config.kind == "encoder_decoder" else task,
         "base_model_name_or_path": str(base),
         "r": rank,
         "lora_alpha": alpha,

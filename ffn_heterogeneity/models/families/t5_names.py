@@ -24,9 +24,8 @@ def names(config: ModelConfig) -> dict[str, str]:
         if layer.experts is not None and inner[0] == "ffn":
             found[path] = rules.OWN + path.replace("/", ".")
             continue
-        encoder = config.n_encoder_layers or config.n_layers
-        stack, i = divmod(int(number), encoder) if not layer.causal else (1, int(number) - encoder)
-        prefix, ffn = f"{('encoder', 'decoder')[stack]}.block.{i}.layer.", 2 if layer.causal else 1
+        stack, ffn = ("decoder", 2) if layer.causal else ("encoder", 1)
+        prefix = f"{stack}.block.{int(number) - config.stacks[stack][0]}.layer."
         found[path] = prefix + _inner_name(inner, ffn, layer.ffn_kind == "gated") + ".weight"
     return found
 
@@ -69,7 +68,7 @@ def own_name(name: str) -> str:
 def by_tensors(
     config: ModelConfig, values: Mapping[str, Any], found: Collection[str]
 ) -> ModelConfig:
-    """The config without a head of its own, or without a decoder, if the file has none."""
+    """The config without an untied head, or without a decoder, if the file has none."""
     if config.kind == "encoder":
         return config
     if any(name.startswith("decoder.") for name in found):
