@@ -20,6 +20,7 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import Linear, drawn, dropout, rescaled
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.models.relative import on_block
 from ffn_heterogeneity.models.rotary import apply_rotary
 from ffn_heterogeneity.wording import check_choice
 
@@ -105,12 +106,12 @@ def with_kernel(
     name = options.attention
     check_choice("attention kernel", name, KERNELS)
     if config.positions == "relative":
-        if name not in ("auto", "plain"):
+        if name not in ("auto", "plain", "xla"):
             raise ValueError(
                 f"attention={name!r} has no bias by distance, which a {config.family} model needs: "
-                "use attention='auto' or 'plain'"
+                "use attention='auto', 'xla' or 'plain'"
             )
-        return dataclasses.replace(options, attention="plain")
+        return dataclasses.replace(options, attention="xla" if name == "auto" else name)
     if name == "cudnn" and config.attention_softcap is not None:
         raise ValueError("cuDNN attention has no soft-cap: use attention='auto' or 'xla'")
     causal = all(layer.causal for layer in config.layers)
@@ -153,12 +154,14 @@ def plain_attention(
 
     Args:
       drop: (key, rate) of dropout on the probabilities; None: no dropout.
-      bias: [B or 1, N, T, S], added to the logits; None: none.
+      bias: added to the logits: [B or 1, N, T, S], or `relative.bias_line`; None: none.
 
     Returns:
       (output [B, T, N, H] in q's dtype, probabilities [B, K, N/K, T, S] in float32).
     """
     k_bkhs, v_bksh = k_bskh.transpose(0, 2, 3, 1), v_bskh.transpose(0, 2, 1, 3)
+    if bias is not None and bias.ndim == 2:
+        bias = on_block(bias, slice(0, q_btnh.shape[1]), slice(0, k_bskh.shape[1]))
     numbers = {"scale": scale, "softcap": softcap, "bias": bias}
     return cached_attention(q_btnh, k_bkhs, v_bksh, mask, **numbers, drop=drop)
 
@@ -187,45 +190,50 @@ def cached_attention(
 
 
 def blocked_attention(
-    q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None, drop=None
+    q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None, drop=None, bias=None
 ) -> jax.Array:
     """`plain_attention` over blocks of queries, skipping keys that no query of the block can see.
 
     For a causal mask it does half the work of the plain form, in blocks that fit a CPU's cache: 5-7
-    times faster there at T = 512. It is for T queries on the same T keys (no cache): the query at
-    row position t sees only keys at t - window < s <= t, also in packed rows. With a mask for both
-    directions no key is skipped.
+    times faster there at T = 512. There the queries and keys are those of the same T tokens (no
+    cache): the query at row position t sees only keys at t - window < s <= t, also in packed rows.
+    With a mask for both directions no key is skipped, and the keys may be others (S of them).
 
     Reverse mode only: for forward-mode derivatives use `plain_attention`.
+
+    Args:
+      bias: `relative.bias_line`, or None; of rows in order.
 
     Returns:
       output [B, T, N, H] in q's dtype.
 
     Raises:
-      ValueError: a mask that is neither causal nor for both directions, or keys other than the
-        queries' own: skipped keys would be silently missing from the result.
+      ValueError: a mask that is neither causal nor for both directions, or a causal one with keys
+        other than the queries' own: skipped keys would be silently missing from the result.
     """
     if not isinstance(mask, Mask) or not (mask.causal or mask.both_ways):
         raise ValueError(
             "blocked attention ('xla') skips the keys after each query, and this mask is not known "
             "to hide them: use attention='plain', or make the mask by attention_mask(...)"
         )
-    if q_btnh.shape[1] != k_bskh.shape[1]:
+    if mask.causal and q_btnh.shape[1] != k_bskh.shape[1]:
         raise ValueError(
-            f"blocked attention ('xla') needs the same queries and keys, got {q_btnh.shape[1]} "
-            f"queries and {k_bskh.shape[1]} keys: use attention='plain'"
+            f"blocked attention ('xla') of a causal mask needs as many keys as queries, got "
+            f"{q_btnh.shape[1]} queries and {k_bskh.shape[1]} keys: use attention='plain'"
         )
     # Heads before time: each (batch, kv head) is one matrix product.
     q_bkgth = by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2])
     keep = None
     if drop is not None:
         keep = drawn(drop[0], (*q_bkgth.shape[:4], k_bskh.shape[1]), drop[1])
+    rows = (q_btnh.shape[1], k_bskh.shape[1])
     out_bkgth = blocked(
         q_bkgth,
         k_bskh.transpose(0, 2, 1, 3),
         v_bskh.transpose(0, 2, 1, 3),
-        mask.visible,
+        jnp.broadcast_to(mask.visible, (mask.visible.shape[0], *rows)),
         keep,
+        bias,
         softcap,
         mask.window,
         mask.causal,
@@ -234,7 +242,9 @@ def blocked_attention(
     return out_btnh if drop is None else rescaled(out_btnh, drop[1])
 
 
-def sink_weights(q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None) -> jax.Array:
+def sink_weights(
+    q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None, bias=None
+) -> jax.Array:
     """Attention of each query to the row's first key, float32 [B, T, N].
 
     Computed from the statistics of the blocked form, without T^2 numbers.
@@ -242,22 +252,24 @@ def sink_weights(q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=No
     q_bkgth = by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2])
     k_bksh, v_bksh = (x.transpose(0, 2, 1, 3) for x in (k_bskh, v_bskh))
     known = (softcap, mask.window, mask.causal)
-    share = first_key_share(q_bkgth, k_bksh, v_bksh, mask.visible, *known)
+    share = first_key_share(q_bkgth, k_bksh, v_bksh, mask.visible, bias, *known)
     return by_query_head(share)[..., 0]
 
 
 def attend(
-    options: RunOptions, q_btnh, k_bskh, v_bskh, mask: Mask, config: ModelConfig, drop=None
+    options: RunOptions, q_btnh, k_bskh, v_bskh, mask: Mask, config: ModelConfig, drop, bias
 ) -> jax.Array:
-    """Attention output [B, T, N, H] of T queries on T keys by the kernel `options.attention`.
+    """Attention output [B, T, N, H] of T queries on S keys by the kernel `options.attention`.
 
-    Dropout of the probabilities, `drop` (key, rate), is the blocked and the plain form's.
+    Dropout of the probabilities, `drop` (key, rate), and a bias are the blocked and the plain
+    form's, and a bias other than a line the plain form's.
     """
     numbers = {"scale": config.scale, "softcap": config.attention_softcap}
-    if drop is not None:
-        if options.attention == "xla":
-            return blocked_attention(q_btnh, k_bskh, v_bskh, mask, **numbers, drop=drop)
-        return plain_attention(q_btnh, k_bskh, v_bskh, mask, **numbers, drop=drop)[0]
+    if drop is not None or bias is not None:
+        numbers |= {"drop": drop, "bias": bias}
+        if options.attention == "xla" and (bias is None or bias.ndim == 2):
+            return blocked_attention(q_btnh, k_bskh, v_bskh, mask, **numbers)
+        return plain_attention(q_btnh, k_bskh, v_bskh, mask, **numbers)[0]
     if options.attention == "cudnn":
         fused = functools.partial(
             jax.nn.dot_product_attention,
@@ -316,7 +328,7 @@ class Attention(nn.Module):
 
         `drop`: (key, rate) of dropout on the probabilities; None: no dropout.
 
-        `bias`: [B or 1, N, T, S], added to the logits; it needs the plain form.
+        `bias`: added to the logits: [B or 1, N, T, S], or of rows in order `relative.bias_line`.
 
         `memory`: states [B, S, D] whose keys and values are attended to instead of x's own, or
         these (keys, values) in a cache's layout; None: x's.
@@ -351,13 +363,13 @@ class Attention(nn.Module):
         if cache is not None and not cache.fresh:
             keys, values = cache.read(q_btnh.dtype)
             y_btnh, weights = cached_attention(q_btnh, keys, values, mask, **numbers, bias=bias)
-        elif self.with_weights or bias is not None or memory is not None:
+        elif self.with_weights or (self.with_sinks and bias is not None and bias.ndim == 4):
             numbers |= {"drop": drop, "bias": bias}
             y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers)
         else:
-            y_btnh = attend(self.options, q_btnh, k_btkh, v_btkh, mask, config, drop)
+            y_btnh = attend(self.options, q_btnh, k_btkh, v_btkh, mask, config, drop, bias)
         if self.with_sinks and weights is not None:
             weights = by_query_head(weights[..., :1])[..., 0]
         elif self.with_sinks:
-            weights = sink_weights(q_btnh, k_btkh, v_btkh, mask, **numbers)
+            weights = sink_weights(q_btnh, k_btkh, v_btkh, mask, **numbers, bias=bias)
         return out(y_btnh.reshape(b, t, -1)), weights, cache

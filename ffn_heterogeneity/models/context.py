@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ffn_heterogeneity.models.attention import Mask, attention_mask, tree_mask
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.relative import relative_bias
+from ffn_heterogeneity.models.relative import bias_line, relative_bias
 from ffn_heterogeneity.models.rotary import rotary_tables
 
 
@@ -62,12 +62,13 @@ def layer_contexts(
 def stack_bias(
     config: ModelConfig, params: dict, stack: str, batch: dict, length: int
 ) -> jax.Array | None:
-    """The bias of a stack's attention logits by distance, or None (`attention.relative_bias`)."""
+    """The bias of a stack's attention logits by distance, or None (`Attention`)."""
     if config.positions != "relative":
         return None
-    positions = batch.get("positions", jnp.arange(length, dtype=jnp.int32)[None])
-    table, far = params["relative"][stack], config.relative_distance
-    return relative_bias(table, positions, positions, stack == "decoder", far)
+    table, known = params["relative"][stack], (stack == "decoder", config.relative_distance)
+    if "positions" not in batch:
+        return bias_line(table, length, *known)
+    return relative_bias(table, batch["positions"], batch["positions"], *known)
 
 
 def encoder_batch(config: ModelConfig, batch: dict) -> dict:
@@ -89,5 +90,5 @@ def memory_mask(batch: dict) -> Mask:
     """The encoder's positions that the decoder sees: all but padding, [B or 1, 1, S]."""
     segments = batch.get("segment_ids")
     if segments is None:
-        return Mask(jnp.ones((1, 1, batch["tokens"].shape[1]), bool))
-    return Mask(segments[:, None] > 0)
+        return Mask(jnp.ones((1, 1, batch["tokens"].shape[1]), bool), both_ways=True)
+    return Mask(segments[:, None] > 0, both_ways=True)

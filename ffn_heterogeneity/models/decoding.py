@@ -25,7 +25,7 @@ from ffn_heterogeneity.models.attention import Mask, attention_mask, with_kernel
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.linear import Linear
-from ffn_heterogeneity.models.relative import relative_bias
+from ffn_heterogeneity.models.relative import bias_line, relative_bias
 from ffn_heterogeneity.models.rotary import rotary_tables
 from ffn_heterogeneity.models.stack import check_stack, layer_leaves, run_stack
 
@@ -263,9 +263,11 @@ def _bias(config, params, columns_bt, length, fresh) -> jax.Array | None:
     """Bias by distance of the new columns' logits, or None; such models have no window."""
     if config.positions != "relative":
         return None
-    held = columns_bt if fresh else jnp.arange(length, dtype=jnp.int32)[None]
-    far = config.relative_distance
-    return relative_bias(params["relative"]["decoder"], columns_bt, held, True, far)
+    table, far = params["relative"]["decoder"], config.relative_distance
+    if fresh:
+        return bias_line(table, columns_bt.shape[1], True, far)
+    held = jnp.arange(length, dtype=jnp.int32)[None]
+    return relative_bias(table, columns_bt, held, True, far)
 
 
 def _contexts(config, columns_bt, positions_bt, pads_b, length, fresh) -> list[tuple]:

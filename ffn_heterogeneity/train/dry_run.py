@@ -20,6 +20,7 @@ from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.leaves import count_parameters
 from ffn_heterogeneity.models.options import choose_dtype
+from ffn_heterogeneity.models.stack import tree_segments
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import rows_of_micro_batch
 from ffn_heterogeneity.train import hlo
@@ -38,8 +39,8 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
 
     Returns:
       The content of plan.json: "parameters", "bytes_per_device", "tokens_per_step",
-      "flops_per_step", "seconds_per_step" and "hours" by bound, and "compiled" (memory,
-      collectives).
+      "flops_per_step", "seconds_per_step" and "hours" by bound, "compiled" (memory, collectives)
+      and "stacks" (of an encoder-decoder).
 
     Raises:
       ValueError: an invalid key, rule or mesh, in one line.
@@ -75,6 +76,7 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
         "tokens_per_step": built.tokens,
         "flops_per_step": step_flops(built),
     }
+    report["stacks"] = by_stack(built, report["flops_per_step"])
     report |= roofline(built, target, report, config.loop.steps)
     report["verdict"] = _verdict(built, target, report)
     write_json(epath.Path(workdir) / "plan.json", report)
@@ -106,36 +108,79 @@ def step_flops(built: Plan) -> dict[str, float]:
     "model": 2 per multiply-add; every kernel's product forward, for its input's gradient, and (if
     it trains) for its gradient; attention's two products over the keys that a query sees (causal,
     windows), forward and twice backward. "recomputed": the operations that rematerialization
-    repeats. Softmax, norms and element-wise operations are not counted (they are bound by bytes).
+    repeats. Of an encoder-decoder also "encoder" and "decoder", the parts of "model" without the
+    head. Softmax, norms and element-wise operations are not counted (they are bound by bytes).
     """
-    model, tokens = built.model, built.tokens
-    forward = backward = 0.0
-    for path, size in built.sizes.items():
-        if path.startswith("stack/"):  # (heads: below; a pooler reads one token per row)
-            product = 2.0 * built.leaves[path].reads * size * tokens
-            forward += product
-            backward += product * (2 if built.trainable[path] else 1)
-    attention = built.batch_size * sum(
-        _attention_flops(model, size, layer)
-        for size in built.objective.longest.values()
-        for layer in range(model.n_layers)
-    )
-    recomputed = forward + attention if built.options.remat == "full" else 0.0
+    model, lengths, stacks = built.model, row_lengths(built), stack_leaves(built)
+    tokens = {stack: built.batch_size * sum(rows) for stack, rows in lengths.items()}
+    forward, total = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0.0)
+    for path, stack in stacks.items():  # (heads: below; a pooler reads a token a row)
+        of_memory = "/cross_attention/k/" in path or "/cross_attention/v/" in path
+        read = tokens["encoder" if of_memory else stack]
+        product = 2.0 * built.leaves[path].reads * built.sizes[path] * read
+        forward[stack] += product
+        total[stack] += product * (3 if built.trainable[path] else 2)
+    for stack, ends in model.stacks.items():
+        attention = built.batch_size * sum(
+            _attention_flops(model, layer, lengths, size)
+            for size in lengths[stack]
+            for layer in range(*ends)
+        )
+        forward[stack] += attention
+        total[stack] += 3 * attention
     head = 0.0
     if built.objective.head is None:  # a task's head reads a row, not every token
-        head = 2.0 * model.d_model * model.vocab_size * tokens
+        head = 2.0 * model.d_model * model.vocab_size * tokens[[*tokens][-1]]
         path = "embed/embedding" if model.tied else "head/kernel"
         head *= 3 if built.trainable[path] else 2
-    return {"model": forward + backward + 3 * attention + head, "recomputed": recomputed}
+    recomputed = sum(forward.values()) if built.options.remat == "full" else 0.0
+    by_stack = total if len(total) > 1 else {}
+    return {"model": sum(total.values()) + head, "recomputed": recomputed, **by_stack}
 
 
-def _attention_flops(model: ModelConfig, length: int, layer: int) -> float:
-    """Forward operations of the scores and the weighted values of one row."""
-    window = min(model.layers[layer].window or length, length)
-    if not model.layers[layer].causal:
-        return 2 * 2.0 * length * window * model.n_heads * model.head_dim
-    seen = window * (window + 1) / 2 + (length - window) * window
+def row_lengths(built: Plan) -> dict[str, tuple[int, ...]]:
+    """Lengths of the rows that each stack reads; several if an example has several texts."""
+    lengths = built.objective.longest
+    if built.model.kind == "encoder_decoder":
+        return {"encoder": (lengths["S"],), "decoder": (lengths["T"],)}
+    return {stack: tuple(lengths.values()) for stack in built.model.stacks}
+
+
+def stack_leaves(built: Plan) -> dict[str, str]:
+    """{path of a layer's leaf: its stack}."""
+    ends = {stack: end for stack, (_, end) in built.model.stacks.items()}
+    starts = [segment.start for segment in tree_segments(built.params["stack"])]
+    of = [next(stack for stack, end in ends.items() if start < end) for start in starts]
+    return {
+        path: of[int(path.split("/")[1].removeprefix("segment_"))]
+        for path in built.sizes
+        if path.startswith("stack/")
+    }
+
+
+def _attention_flops(model: ModelConfig, layer: int, lengths: dict, length: int) -> float:
+    """Forward operations of a layer's scores and weighted values, of one row."""
+    window, each = min(model.layers[layer].window or length, length), model.layers[layer]
+    seen = float(length * window)
+    if each.causal:
+        seen = window * (window + 1) / 2 + (length - window) * window
+    if each.cross_attention:
+        seen += length * lengths["encoder"][0]
     return 2 * 2.0 * seen * model.n_heads * model.head_dim
+
+
+def by_stack(built: Plan, flops: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Parameters, bytes on a device, tokens and operations of an encoder-decoder's stacks."""
+    made, stacks = {}, stack_leaves(built)
+    for stack, lengths in row_lengths(built).items() if "encoder" in flops else ():
+        paths = {path for path, name in stacks.items() if name == stack}
+        made[stack] = {
+            "parameters": sum(built.sizes[path] for path in paths),
+            "bytes_per_device": sum(state_bytes(built, paths).values()),
+            "tokens_per_step": built.batch_size * sum(lengths),
+            "flops_per_step": flops[stack],
+        }
+    return made
 
 
 def roofline(built: Plan, target: Target, plan: dict, steps: int) -> dict[str, Any]:
@@ -195,8 +240,10 @@ def _bytes_sent(built: Plan) -> float:
     gradients = 4 * _trained(built) / tensor
     sent = (fsdp - 1) / fsdp * (_passes(built) * _weight_bytes(built) / tensor + gradients)
     sent += 2 * (data - 1) / data * gradients / fsdp
-    tokens = built.tokens / (data * fsdp)
-    reduced = 2 * (_passes(built)) * built.model.n_layers * tokens * built.model.d_model * width
+    ends, rows = built.model.stacks, row_lengths(built)
+    through = sum((end - start) * sum(rows[stack]) for stack, (start, end) in ends.items())
+    tokens = built.batch_size * through / (data * fsdp)
+    reduced = 2 * _passes(built) * tokens * built.model.d_model * width
     return sent + 2 * (tensor - 1) / tensor * reduced
 
 
@@ -234,6 +281,25 @@ def describe(plan: dict, target: Target) -> str:
         (f"hours of the run, {name}", f"{value:,.2f} h") for name, value in plan["hours"].items()
     ]
     lines += ["", markdown_table((f"a step ({plan['rates']} rates)", "ms"), rows)]
+    if plan["stacks"]:
+        header = (
+            "stack",
+            "parameters",
+            "GiB of state on a device",
+            "tokens a step",
+            "TFLOP a step",
+        )
+        rows = [
+            (
+                name,
+                f"{one['parameters']:,}",
+                f"{one['bytes_per_device'] / GIB:.3f}",
+                f"{one['tokens_per_step']:,}",
+                f"{one['flops_per_step'] / 1e12:,.4f}",
+            )
+            for name, one in plan["stacks"].items()
+        ]
+        lines += ["", markdown_table(header, rows)]
     if compiled and compiled["collectives"]:
         rows = [
             (kind, where, str(count), f"{size / 2**20:,.1f}")

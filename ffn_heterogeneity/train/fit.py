@@ -6,7 +6,8 @@ Bytes of the state are exact, from shapes and shardings; those of the step are t
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,13 +26,24 @@ LESS = (
 )
 
 
-def state_bytes(plan: Plan) -> dict[str, int]:
-    """Exact bytes on one device, by kind, from the shardings; gradients have the masters' size."""
-    described = partition.describe_shardings(plan.state.params, plan.shardings[0].params)
+def state_bytes(plan: Plan, only: Collection[str] | None = None) -> dict[str, int]:
+    """Exact bytes on one device, by kind, from the shardings; gradients have the masters' size.
+
+    Args:
+      only: paths of the parameters that are counted; None: all.
+    """
+
+    def describe(tree: Any, shardings: Any) -> dict[str, dict]:
+        described = partition.describe_shardings(tree, shardings)
+        # An optimizer's moments have their parameter's path behind their own names.
+        layers = {path: path[max(path.find("stack/"), 0) :] for path in described}
+        return {k: v for k, v in described.items() if only is None or layers[k] in only}
+
+    described = describe(plan.state.params, plan.shardings[0].params)
     trains = [path for path in described if plan.trainable[path]]
     size = {path: leaf["bytes_per_device"] for path, leaf in described.items()}
     masters = sum(size[path] for path in trains)
-    moments = partition.describe_shardings(plan.state.opt_state, plan.shardings[0].opt_state)
+    moments = describe(plan.state.opt_state, plan.shardings[0].opt_state)
     return {
         "trainable parameters (float32)": masters,
         "frozen parameters": sum(size.values()) - masters,

@@ -72,10 +72,10 @@ def test_both_forms_equal_the_oracle(softcap, window):
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("window", "with_bias"), [(None, False), (50, False), (None, True)])
 @pytest.mark.parametrize("block", [128, 16])  # of 384 rows, the second in loops of parts
 @pytest.mark.parametrize("causal", [True, False])
-def test_gradients_of_both_forms_agree(softcap, window, block, causal, monkeypatch):
+def test_gradients_of_both_forms_agree(softcap, window, with_bias, block, causal, monkeypatch):
     """The blocked form's backward pass against autodiff of the plain form, in float64."""
     monkeypatch.setattr(blocks, "MIN_BLOCK", block)
     assert blocks.blocks_of(384, None)[0][2] == (3 if block == 16 else 1)
@@ -86,34 +86,63 @@ def test_gradients_of_both_forms_agree(softcap, window, block, causal, monkeypat
         positions = jnp.arange(size)[None]
         mask = attention_mask(positions, positions, window, segments, segments, causal)
         assert mask.visible[0, 100, 110] == (not causal) and not mask.visible[0, 119, 120]
-        arguments = (jnp.asarray(q), jnp.asarray(k), jnp.asarray(v))
+        arguments = [jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)]
+        apart = size - 1 + np.arange(size)[None] - np.arange(size)[:, None]
+        if with_bias:
+            arguments.append(jnp.asarray(rng.normal(size=(4, 2 * size - 1))))
 
-        def plain(q, k, v):
-            out, _ = plain_attention(q, k, v, mask, scale=0.4, softcap=softcap)
+        def plain(q, k, v, line=None):
+            bias = None if line is None else line[:, apart][None]
+            out, _ = plain_attention(q, k, v, mask, scale=0.4, softcap=softcap, bias=bias)
             return jnp.sum(jnp.sin(out))
 
-        def blocked(q, k, v):
-            out = blocked_attention(q, k, v, mask, scale=0.4, softcap=softcap)
+        def blocked(q, k, v, line=None):
+            out = blocked_attention(q, k, v, mask, scale=0.4, softcap=softcap, bias=line)
             return jnp.sum(jnp.sin(out))
 
-        first = jax.jit(jax.grad(plain, argnums=(0, 1, 2)))(*arguments)
-        second = jax.jit(jax.grad(blocked, argnums=(0, 1, 2)))(*arguments)
+        places = range(len(arguments))
+        first = jax.jit(jax.grad(plain, argnums=places))(*arguments)
+        second = jax.jit(jax.grad(blocked, argnums=places))(*arguments)
         for a, b in zip(first, second, strict=True):
             assert np.abs(a - b).max() <= 1e-12 * np.abs(a).max()
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(300, 70), (40, 500)])
+def test_other_keys_in_blocks(queries, keys):
+    """Attention on another text: outputs and gradients of both forms, in float64."""
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.normal(size=(2, t, n, 8)) for t, n in ((queries, 4), (keys, 2), (keys, 2)))
+    real = np.arange(keys) < np.array([keys, keys // 2])[:, None]
+    with jax.enable_x64(True):
+        mask = Mask(jnp.asarray(real)[:, None], both_ways=True)
+
+        def total(form, *arguments):
+            out = form(*arguments, mask, scale=0.4)
+            return jnp.sum(jnp.sin(out if form is blocked_attention else out[0]))
+
+        first, second = (
+            jax.value_and_grad(total, (1, 2, 3))(form, *map(jnp.asarray, (q, k, v)))
+            for form in (plain_attention, blocked_attention)
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), *(first, second)
+        )
+        assert not np.any(np.asarray(second[1][1])[1, keys // 2 :])
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("window", "with_bias"), [(None, False), (40, False), (None, True)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_sink_weights_are_the_first_column_of_the_probabilities(softcap, window, causal):
+def test_sink_weights_are_the_first_column_of_the_probabilities(softcap, window, with_bias, causal):
     rng = np.random.default_rng(3)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     segments = np.stack([np.repeat([1, 2], [100, 50]), np.ones(150, int)])
     positions = jnp.arange(150)[None]
     mask = attention_mask(positions, positions, window, segments, segments, causal)
-    weights = plain_attention(q, k, v, mask, scale=0.4, softcap=softcap)[1]
+    line = jnp.asarray(rng.normal(size=(4, 299)), jnp.float32) if with_bias else None
+    weights = plain_attention(q, k, v, mask, scale=0.4, softcap=softcap, bias=line)[1]
     expected = weights[..., 0].transpose(0, 3, 1, 2).reshape(2, 150, 4)
-    sinks = attention.sink_weights(q, k, v, mask, scale=0.4, softcap=softcap)
+    sinks = attention.sink_weights(q, k, v, mask, scale=0.4, softcap=softcap, bias=line)
     np.testing.assert_allclose(sinks, expected, rtol=1e-5, atol=1e-7)
 
 

@@ -129,6 +129,39 @@ def test_products_are_those_the_compiler_counts():
     assert 1 <= cost["flops"] / ours < 1.1
 
 
+def test_each_stacks_operations_are_those_the_compiler_counts():
+    """An encoder-decoder's: XLA's count of two more layers of one stack, in unrolled steps."""
+    shape = {"d_model": 256, "ffn_width": 1024, "n_heads": 4, "vocab_size": 512, "tied": True}
+
+    def counted(**layers):
+        keys = {f"shape__{key}": value for key, value in (shape | layers).items()}
+        keys |= {"batch_size": 2, "seq_len": 256, "remat": "none", "unroll": 0}
+        built = plan(read(config_of("t5_pretrain", "local", **keys)), partition.make_mesh())
+        batch = built.objective.shapes(2, built.objective.longest)
+        batch = {k: jax.ShapeDtypeStruct((1, *v.shape), v.dtype) for k, v in batch.items()}
+        hyper = dict.fromkeys(built.hyper(0), jax.ShapeDtypeStruct((), jnp.float32))
+        step = built.train_step.lower(built.state, batch, hyper).compile()
+        return step.cost_analysis()["flops"], dry_run.step_flops(built), built
+
+    base, ours, built = counted(encoder_layers=1, layers=1)
+    assert built.objective.longest == {"S": 256, "T": 58}
+    assert ours["model"] == pytest.approx(base, rel=0.1)
+    for stack, more in (("encoder", "encoder_layers"), ("decoder", "layers")):
+        flops, other, _ = counted(**{"encoder_layers": 1, "layers": 1, more: 3})
+        assert (flops - base) / 2 == pytest.approx(ours[stack], rel=0.1)
+        assert other[stack] == pytest.approx(3 * ours[stack], rel=1e-9)
+    rows = dry_run.by_stack(built, ours)
+    state = fit.state_bytes(built)
+    assert 0 < sum(row["bytes_per_device"] for row in rows.values()) < sum(state.values())
+    # Three kernels of the FFN, four and eight of attention, and the norms: master, two moments and
+    # a gradient of each number, 4 bytes.
+    kernels = {"encoder": 4, "decoder": 8}
+    for stack, row in rows.items():
+        norms = 256 * (2 if stack == "encoder" else 3)
+        numbers = 3 * 256 * 1024 + kernels[stack] * 256 * 256 + norms
+        assert row["parameters"] == numbers and row["bytes_per_device"] == 16 * numbers
+
+
 def test_evaluation_sees_nothing_of_macdrop():
     """Nor does export: MacDrop's leaves are removed from the tree before."""
     config = read(config_of("macdrop_sft", "gemma2_2b,lora,macdrop"))
