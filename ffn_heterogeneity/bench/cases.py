@@ -219,7 +219,8 @@ def time_model(
 ) -> dict[str, Any]:
     """Time `config.calls` in each of `config.dtypes`, ours and the peer's interleaved.
 
-    Weights and tokens are random. "forward" computes the logits of a batch [batch, seq_len]; "train
+    Weights and tokens are random. "forward" computes the logits of a batch [batch, seq_len]; for an
+    encoder-decoder these are the encoder's tokens, and the decoder has a quarter of them. "train
     step" is forward, backward and AdamW on it, with the NLL alone, with NUCL (mstd) or JREG, or
     with only adapters trained; "perplexity" uses `config.windows` windows; "generate n" continues n
     prompts of 64 tokens by 32, greedily. Finished rounds are saved in `workdir`; a rerun reads
@@ -229,13 +230,15 @@ def time_model(
       model: None: the preset `config.model`.
 
     Raises:
-      ValueError: an unknown peer, model, call or dtype.
+      ValueError: an unknown peer, model, call or dtype, or one that the model does not support.
     """
     check_choice("peer", config.peer, ("", *PEERS))
     for key, choices in (("calls", CALLS), ("dtypes", DTYPES)):
         for name in config[key]:
             check_choice(key, name, choices)
     model = model or preset(config.model)[0]
+    if "perplexity" in config.calls:
+        causal_lm.require_decoder(model, "perplexity")
     ours, peer, about, calls = Ours(model, config), None, machine(), {}
     if config.peer:
         peer = Torch(model, ours.params, config.batch, config.peer)
@@ -256,16 +259,22 @@ class Ours:
         self.model, self.params = model, causal_lm.init(model, jax.random.key(0))
         self.config, self.states = config, {}
         draw = functools.partial(np.random.default_rng(0).integers, 0, model.vocab_size)
-        self.tokens = draw((config.batch, config.seq_len + 1), np.int32)
+        length = config.seq_len
+        self.batch = {}
+        if model.kind == "encoder_decoder":  # targets as in span corruption: about a quarter
+            self.batch["encoder_tokens"] = draw((config.batch, length), np.int32)
+            length = -(-length // 4)
+        tokens = draw((config.batch, length + 1), np.int32)
+        self.batch |= {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
         self.windows = draw((config.windows, config.window), np.int32)
 
-    def rows(self, call: str) -> np.ndarray:
-        """The tokens that a call reads."""
+    def rows(self, call: str) -> Any:
+        """The tokens that a call reads: a batch, or rows."""
         if call.startswith("generate"):
             return np.resize(self.windows, (int(call.split()[1]), PROMPT))
-        return self.windows if call == "perplexity" else self.tokens
+        return self.windows if call == "perplexity" else self.batch
 
-    def call(self, name: str, dtype: str, rows: np.ndarray) -> Callable[[], Any]:
+    def call(self, name: str, dtype: str, rows: Any) -> Callable[[], Any]:
         """The call, which compiles the first time."""
         model_args, config, kind = (self.model, self.params), self.config, jnp.dtype(dtype)
         options = RunOptions(remat=config.remat, unroll=config.unroll, compute_dtype=kind)
@@ -277,10 +286,9 @@ class Ours:
             greedy = Sampling(max_new_tokens=NEW, eos=())
             return functools.partial(generator, list(rows), greedy, progress=None)
         forward = functools.partial(causal_lm.forward, self.model, options=options)
-        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
         if name == "forward":
-            return functools.partial(_logits, self.model, options, self.params, batch["tokens"])
-        batch["loss_mask"] = np.ones(batch["tokens"].shape, bool)
+            return functools.partial(_logits, self.model, options, self.params, rows)
+        batch = rows | {"loss_mask": np.ones(rows["tokens"].shape, bool)}
         (terms, surgeries, _base), model = STEPS[name], Model(*model_args, None, "")
         for surgery, settings in surgeries.items():
             model = SURGERIES[surgery](model, settings)[0]
@@ -292,8 +300,8 @@ class Ours:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _logits(model, options, params, tokens):
-    hidden = causal_lm.forward(model, params, {"tokens": tokens}, options=options)["hidden"]
+def _logits(model, options, params, batch):
+    hidden = causal_lm.forward(model, params, batch, options=options)["hidden"]
     return causal_lm.logits(model, params, hidden)
 
 

@@ -28,7 +28,7 @@ class Torch:
 
     def __init__(self, model: ModelConfig, params: dict, batch: int, peer: str = PEERS[0]):
         import torch  # pyright: ignore[reportMissingImports]
-        from transformers import AutoModelForCausalLM
+        import transformers
 
         self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -39,7 +39,9 @@ class Torch:
 
         with tempfile.TemporaryDirectory() as directory:
             save_pretrained(model, params, f"{directory}/model")
-            load, path = AutoModelForCausalLM.from_pretrained, f"{directory}/model"
+            name = "Seq2SeqLM" if model.kind == "encoder_decoder" else "CausalLM"
+            loader, path = getattr(transformers, f"AutoModelFor{name}"), f"{directory}/model"
+            load = loader.from_pretrained
             names = ("float32", "bfloat16")
             self.models = {name: load(path, dtype=name).to(self.device) for name in names}
         self.model, self.batch = self.models["float32"], batch
@@ -59,11 +61,11 @@ class Torch:
             "torch attention": self.model.config._attn_implementation,
         }
 
-    def call(self, name: str, dtype: str, rows: np.ndarray) -> Callable[[], Any]:
+    def call(self, name: str, dtype: str, rows: Any) -> Callable[[], Any]:
         """The counterpart of `cases.Ours.call`."""
         import torch  # pyright: ignore[reportMissingImports]
 
-        tokens = torch.tensor(rows.astype(np.int64), device=self.device)
+        tokens = jax.tree.map(lambda x: torch.tensor(x.astype(np.int64), device=self.device), rows)
         if name.startswith("generate"):
             return lambda: self._generate(self.models[dtype], tokens)
         functions = {"forward": self._forward, "train step": self._step}
@@ -82,26 +84,29 @@ class Torch:
 
         return call
 
-    def _forward(self, rows):
-        return self.logits(rows[:, :-1])
+    def _forward(self, batch):
+        if "encoder_tokens" in batch:
+            return self.logits(batch["encoder_tokens"], decoder_input_ids=batch["tokens"])
+        return self.logits(batch["tokens"])
 
-    def _logits(self, tokens):
-        return self.model(input_ids=tokens, use_cache=False).logits
+    def _logits(self, tokens, **more):
+        return self.model(input_ids=tokens, use_cache=False, **more).logits
 
-    def _loss(self, rows):
+    def _loss(self, batch):
         from torch.nn.functional import cross_entropy  # pyright: ignore[reportMissingImports]
 
-        return cross_entropy(self._forward(rows).flatten(0, 1), rows[:, 1:].flatten())
+        return cross_entropy(self._forward(batch).flatten(0, 1), batch["targets"].flatten())
 
-    def _step(self, rows):
+    def _step(self, batch):
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._loss(rows)
+        loss = self._loss(batch)
         loss.backward()
         self.optimizer.step()
         return loss.item()
 
     def _perplexity(self, rows):
-        losses = [self._loss(batch).item() for batch in rows.split(self.batch)]
+        batches = [{"tokens": x[:, :-1], "targets": x[:, 1:]} for x in rows.split(self.batch)]
+        losses = [self._loss(batch).item() for batch in batches]
         return np.exp(np.mean(losses))
 
     def _generate(self, model, rows):

@@ -204,13 +204,19 @@ def _block_bwd(k_bksh, v_bksh, softcap, sums, block):
     if bent is not None:
         d_logits = d_logits * (1 - bent * bent)
     d_logits = jnp.where(block["mask"], d_logits, 0)
-    d_bias = (jnp.sum(d_logits, axis=0, keepdims=True),) if "bias" in block else ()
+    d_bias = (_sum_of_rows(d_logits),) if "bias" in block else ()
     d_logits = as_rows(d_logits.astype(q_bkgqh.dtype))
     dq = jnp.einsum("bkqs,bksh->bkqh", d_logits, k_bksh).reshape(q_bkgqh.shape)
     to_keys = functools.partial(jnp.einsum, "bkqs,bkqh->bksh", preferred_element_type=wide)
     dk = to_keys(d_logits, as_rows(q_bkgqh))
     dv = to_keys(as_rows(used.astype(v_bksh.dtype)), d_rows)
     return (sums[0] + dk, sums[1] + dv), (dq, *d_bias)
+
+
+def _sum_of_rows(x: jax.Array) -> jax.Array:
+    """The sum over the first axis, as a product: XLA:CPU sums few rows 20 times slower."""
+    ones = jnp.ones((1, x.shape[0]), x.dtype)
+    return jnp.matmul(ones, x.reshape(x.shape[0], -1), precision="highest").reshape(1, *x.shape[1:])
 
 
 blocked.defvjp(_blocked_fwd, _blocked_bwd)
