@@ -5,6 +5,7 @@ python tests/mesh_program.py meshes | encoders | experts | five | generation | n
 
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 import tempfile
@@ -247,17 +248,19 @@ def five() -> dict:
 
 
 def generation() -> dict:
-    """Tokens of every mesh (None: one device, no mesh), greedy and drawn, windows included."""
-    config = dataclasses.replace(models()["gemma2"], eos_id=None, n_kv_heads=2)
+    """Tokens of every mesh (None: one device, no mesh), greedy and drawn: windows, both stacks."""
+    gemma = dataclasses.replace(models()["gemma2"], eos_id=None, n_kv_heads=2)
+    t5 = dataclasses.replace(tiny_of("t5", 4), eos_id=None, vocab_size=32)
     prompts = [[0, 5, 9], [0, 4, 1, 12, 13, 14, 15], [7], [0, 20, 10, 17, 3], [0, 1]]
     generated = {}
-    for shape in (None, (2, 2, 2), (1, 2, 4)):
+    for config, shape in itertools.product((gemma, t5), (None, (2, 2, 2), (1, 2, 4))):
         mesh = shape and partition.make_mesh(*shape)
         made = Generator(config, random_params(config), mesh=mesh, batch_size=4)
         for temperature in (0.0, 1.0):
             sampling = Sampling(max_new_tokens=20, temperature=temperature, seed=5)
             tokens = [one.tokens for one in made(prompts, sampling, progress=None)]
-            generated.setdefault(str(temperature), {})[str(shape)] = tokens
+            case = f"{config.family} {temperature}"
+            generated.setdefault(case, {})[str(shape)] = tokens
     return generated
 
 

@@ -53,6 +53,7 @@ REJECTED = [
 SPANS = {"model": "{model}", "data__path": "{text}", "data__task": "text", "seq_len": 24}
 WORKS = [
     ("train", "t5_pretrain", "local,nucl", SPANS | {"data__passage_chars": 100}),
+    ("train", "t5_finetune", "{model},jsonl,lora", ROWS | {"target_len": 8}),
     ("surgery", "prune", None, {"layers": "decoder:last1", "criterion": "gini"}),
     ("surgery", "prune", None, {"streaming": True, "layers": "encoder:all"}),
     ("surgery", "prune", None, {"criterion": "magnitude", "compensation": "ridge"}),

@@ -34,6 +34,7 @@ class Feed:
       seed: seed of the order of the records, unless the config has one.
       rows: the rows of every global batch [batch_size, T] that this process feeds.
       vocab_size: the model's vocabulary size; None: ids are not checked.
+      decoder: of an encoder-decoder, as in `packing.ExampleReader`.
     """
 
     config: Any
@@ -43,6 +44,7 @@ class Feed:
     seed: int
     rows: np.ndarray
     vocab_size: int | None
+    decoder: tuple[int, int] | None = None
 
     def __post_init__(self):
         if self.seq_len < 2:
@@ -60,6 +62,7 @@ class Feed:
             "epochs": epochs,
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
+            **({} if self.decoder is None else {"decoder": list(self.decoder)}),
             "bos": [self._encoder.bos, self._encoder.bos_id],
         }
 

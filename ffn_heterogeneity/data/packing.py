@@ -126,6 +126,17 @@ class Encoder:
             response = [*response, self.eos_id]
         return before + response, len(before)
 
+    def pair(self, example: Example) -> tuple[list[int], list[int]]:
+        """Ids of a prompt and of its response for an encoder-decoder, each with bos and eos.
+
+        They are separate texts, so whitespace at their border is left out. The response has no bos.
+        """
+        begin = [] if self.bos_id is None else [self.bos_id]
+        end = [] if self.eos_id is None else [self.eos_id]
+        texts = example.prompt.rstrip(), example.target.strip() + self.append
+        prompt, response = (encode(self.tokenizer, text) for text in texts)
+        return [*begin, *prompt, *end], [*response, *end]
+
     def continuation(self, text: str) -> list[int] | None:
         """Ids of a text that follows another one: encoded after a newline, which is removed.
 
@@ -145,6 +156,10 @@ class ExampleReader:
     drops and counts it with a warning. Empty documents, and examples whose prompt fills the row
     without a response token, are also dropped and counted with a warning. If nothing remains of all
     `total` records, that is an error.
+
+    Attributes:
+      decoder: (longest response, id before its first), for an encoder-decoder: elements then also
+        have "encoder_tokens", the prompt of at most `seq_len` tokens. None: one stack.
     """
 
     task: Task
@@ -156,6 +171,7 @@ class ExampleReader:
     packing: bool
     skip_bad: bool = False
     vocab_size: int | None = None
+    decoder: tuple[int, int] | None = None
     counts: Counts = dataclasses.field(default_factory=Counts)
     # Row numbers, so that a row is not counted twice if it is read again.
     _dropped: set[int] = dataclasses.field(default_factory=set)
@@ -203,7 +219,28 @@ class ExampleReader:
             meaning = f"dropped, unreadable, the last one: {error}"
             return self.counts.add_problem(self.source.name, "bad", meaning)
 
+    def _pair(self, example: Example, longest: int, start_id: int) -> dict[str, np.ndarray] | None:
+        if not example.target.strip():
+            return self._problem("empty", "dropped, nothing to predict in them")
+        rows = []
+        for ids, limit in zip(self.encoder.pair(example), (self.seq_len, longest), strict=True):
+            if len(ids) > limit:
+                self._problem("truncated", f"a text cut to {limit} tokens, with its eos")
+                ids = [*ids[: limit - 1], ids[-1]]
+            if problem := unknown_token(ids, self.vocab_size, self.encoder.tokenizer):
+                raise DataError(problem)
+            rows.append(np.asarray(ids, np.int32))
+        prompt, response = rows
+        return {
+            "encoder_tokens": prompt,
+            "tokens": np.concatenate([np.asarray([start_id], np.int32), response[:-1]]),
+            "targets": response,
+            "loss_mask": np.ones(len(response), bool),
+        }
+
     def _element(self, example: Any) -> dict[str, np.ndarray] | None:
+        if self.decoder:
+            return self._pair(example, *self.decoder)
         if self.task.encode:
             ids, scored = self.task.encode(example, self.encoder)
             end = last_scored(scored)  # what follows it predicts nothing
@@ -288,16 +325,27 @@ def split_pieces(
     return pieces
 
 
-def pack(dataset: Any, task: Task, encoder: Encoder, seq_len: int, **first_fit: Any) -> Any:
+def pack(
+    dataset: Any,
+    task: Task,
+    encoder: Encoder,
+    seq_len: int,
+    decoder: tuple[int, int] | None = None,
+    **first_fit: Any,
+) -> Any:
     """Pack a grain `IterDataset` of elements into one of rows with the five batch keys, [T] each.
 
     Args:
+      decoder: as in `ExampleReader`; rows then have no positions, and the encoder's two keys too.
       first_fit: `packing` (off: one segment per row), `open_rows`, and `seed` (shuffles the rows of
         a round, because first fit returns the emptiest last; None keeps the order).
     """
     import grain
 
-    lengths = dict.fromkeys(("tokens", "targets", "loss_mask"), seq_len)
+    longest = decoder[0] if decoder else seq_len
+    lengths = dict.fromkeys(("tokens", "targets", "loss_mask"), longest)
+    if decoder:
+        lengths["encoder_tokens"] = seq_len
     if task.split_long and first_fit["packing"]:
         bos = {}
         if encoder.bos == "segment":
@@ -321,10 +369,11 @@ def pack(dataset: Any, task: Task, encoder: Encoder, seq_len: int, **first_fit: 
 
 
 def _finish_row(row: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {
-        "tokens": row["tokens"],
-        "targets": row["targets"],
-        "loss_mask": row["loss_mask"],
-        "segment_ids": row["tokens_segment_ids"],
-        "positions": row["tokens_positions"],
-    }
+    names = {name: name for name in ("tokens", "targets", "loss_mask")}
+    names["segment_ids"] = "tokens_segment_ids"
+    if "encoder_tokens" in row:
+        names["encoder_tokens"] = "encoder_tokens"
+        names["encoder_segment_ids"] = "encoder_tokens_segment_ids"
+    else:
+        names["positions"] = "tokens_positions"
+    return {name: row[other] for name, other in names.items()}

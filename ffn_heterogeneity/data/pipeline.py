@@ -127,6 +127,7 @@ class Pipeline(Feed):
             packing=self.config.packing,
             skip_bad=self.config.skip_bad,
             vocab_size=self.vocab_size,
+            decoder=self.decoder,
         )
         items = records.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         elements = grain.experimental.FlatMapIterDataset(items, reader)
@@ -136,6 +137,7 @@ class Pipeline(Feed):
             self.task,
             self._encoder,
             self.seq_len,
+            self.decoder,
             packing=self.config.packing,
             open_rows=self.batch_size * rounds,
             seed=self.seed if training and self.config.shuffle else None,
@@ -220,6 +222,7 @@ def make_pipeline(
     accumulation: int = 1,
     rows: Sequence[int] | None = None,
     vocab_size: int | None = None,
+    decoder: tuple[int, int] | None = None,
 ) -> Pipeline | TokenPipeline | WeightedPipeline:
     """Open and check the data, and make the pipeline.
 
@@ -235,6 +238,8 @@ def make_pipeline(
       rows: the rows of the global batch that this process feeds (for a mesh, those of
         `parallel.placement.local_rows`); None: all of them.
       vocab_size: the model's vocabulary size, to check ids; None: no check.
+      decoder: (positions of the decoder's rows, its start id) of an encoder-decoder, whose encoder
+        reads the prompts, at most `seq_len` tokens; one example a row. None: one stack.
 
     Cost: every process tokenizes and packs everything, so each must keep up with the whole run, not
     with its share. Measured with the SmolLM2 tokenizer in its one thread, on a 2.8 GHz machine busy
@@ -250,6 +255,8 @@ def make_pipeline(
     if not isinstance(config, DataConfig):
         config = DataConfig.from_mapping(config)
     fed = chosen_rows(rows, batch_size, accumulation)
+    if decoder is not None:
+        config = _for_pairs(config)
     if config.mixture or config.task == "mixture":
         members = []
         for task, path, weight in parse_mixture(config.mixture):
@@ -266,7 +273,19 @@ def make_pipeline(
             f"{config.task!r} has no prompts and responses"
         )
     made = TokenPipeline if config.task == "tokens" else Pipeline
-    return made(config, tokenizer, batch_size, seq_len, seed, fed, vocab_size)
+    return made(config, tokenizer, batch_size, seq_len, seed, fed, vocab_size, decoder)
+
+
+def _for_pairs(config: DataConfig) -> DataConfig:
+    """The settings for prompts and responses in separate rows."""
+    mixed = bool(config.mixture) or config.task == "mixture"
+    task = None if mixed or config.task == "tokens" else get_task(config.task)
+    if task is None or task.encode or task.split_long or config.loss_on_prompt:
+        raise DataError(
+            f"task={config.task!r}, loss_on_prompt={config.loss_on_prompt}: an encoder-decoder "
+            "reads the prompts of one task, and learns the responses (text: span_corruption)"
+        )
+    return dataclasses.replace(config, packing=False)
 
 
 def split_records(source: Source, fraction: float) -> tuple[Subset, Subset | None]:

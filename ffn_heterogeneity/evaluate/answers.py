@@ -180,7 +180,11 @@ def _answered(
     rows = {row["id"]: row for row in read_rows(path)}
     encoder = Encoder(generator.tokenizer, settings.bos)
     # In training, a target is encoded separately from its prompt.
-    prompts = [ids[:before] for ids, before in (encoder.ids(Example(q.prompt, "")) for q in asked)]
+    if generator.config.kind == "encoder_decoder":
+        prompts = [encoder.pair(Example(q.prompt, ""))[0] for q in asked]
+    else:
+        each = (encoder.ids(Example(q.prompt, "")) for q in asked)
+        prompts = [ids[:before] for ids, before in each]
     room = generator.config.max_position - settings.max_new_tokens
     eos = () if encoder.eos_id is None else (encoder.eos_id,)
     sampling = Sampling(settings.max_new_tokens, stop=("\n",), eos=eos)

@@ -10,6 +10,7 @@ from etils import epath
 
 from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.sources import TEXT_SUFFIXES, read_utf8
+from ffn_heterogeneity.data.tasks.base import Example
 from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
 from ffn_heterogeneity.data.windows import document_starts, text_windows, window_documents
 from ffn_heterogeneity.io.load import Model
@@ -157,10 +158,15 @@ class PerplexitySettings(TextSettings):
 def prompt_rows(model: Model, texts: Sequence[str], chat: bool = False) -> list[list[int]]:
     """Return the ids of prompts; with `chat`, of questions in the tokenizer's chat template.
 
+    An encoder-decoder's end with an eos, as in its training.
+
     Raises:
       ValueError: the model has no tokenizer, or the tokenizer no template.
     """
     tokenizer = tokenizer_of(model)
+    if model.config.kind == "encoder_decoder" and not chat:
+        encoder = Encoder(tokenizer, "none")
+        return [encoder.pair(Example(text, ""))[0] for text in texts]
     if not chat:
         return [tokenizer.encode(text) for text in texts]
     encoder = Encoder(tokenizer, "auto")

@@ -133,7 +133,10 @@ def make_cache(
             }
             if memory is not None:
                 tree = stack[f"segment_{i}"][f"slot_{slot}"]["cross_attention"]
-                leaves |= _cross_leaves(config, options, tree, *memory, segment.repeats)
+                made = _cross_leaves(config, options, tree, *memory, segment.repeats)
+                real = made.pop("cross_real")
+                leaves |= {name: causal_lm.hold(leaf, sharding) for name, leaf in made.items()}
+                leaves["cross_real"] = real
             cache[f"segment_{i}"][f"slot_{slot}"] = leaves
     return cache
 

@@ -23,7 +23,7 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.train.labels import labels
 from ffn_heterogeneity.train.language import language
 from ffn_heterogeneity.train.objectives import LANGUAGE, Objective, ObjectiveSettings
-from ffn_heterogeneity.train.text_to_text import span_corruption
+from ffn_heterogeneity.train.text_to_text import span_corruption, text_to_text
 from ffn_heterogeneity.tree import TEACHER, Leaf, nodes, subtree
 from ffn_heterogeneity.wording import naming, some
 
@@ -38,6 +38,7 @@ OBJECTIVES: dict[str, Callable[[ObjectiveSettings, ModelConfig], Objective]] = {
     LANGUAGE: language,
     "labels": labels,
     "span_corruption": span_corruption,
+    "text_to_text": text_to_text,
 }
 
 

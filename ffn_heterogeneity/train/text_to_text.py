@@ -1,4 +1,4 @@
-"""Objectives of encoder-decoders: span corruption of any text."""
+"""Objectives of encoder-decoders: span corruption of a text, and responses to prompts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from ffn_heterogeneity.data.span_corruption import Corruption, corrupted_batch, 
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.train.language import counts
 from ffn_heterogeneity.train.objectives import Batch, Data, Objective, ObjectiveSettings
+from ffn_heterogeneity.wording import check_number
 
 # The held-out rows are always corrupted alike.
 HELD_OUT_SEED = 0
 SPANS = {"density": 0.15, "mean_span": 3.0}
+TARGET_LEN = 64
 
 
 def span_corruption(config: ObjectiveSettings, model: ModelConfig) -> Objective:
@@ -27,18 +29,43 @@ def span_corruption(config: ObjectiveSettings, model: ModelConfig) -> Objective:
     Raises:
       ValueError: no encoder-decoder, or invalid settings (DataError).
     """
-    if model.kind != "encoder_decoder":
-        raise ValueError(
-            f"a {model.family} model is a{'n' * (model.kind == 'encoder')} {model.kind}: span "
-            "corruption trains encoder-decoders"
-        )
+    _require_both(model, "span corruption")
     spans = {key: config.own.get(key, value) for key, value in SPANS.items()}
     shapes = Corruption((0,) * 2**16, 0, **spans)
     tokens = shapes.row_length(config.seq_len)
     inputs, targets = shapes.lengths(tokens)
+    data = functools.partial(_data, config, model, tokens, spans)
+    return _objective("span_corruption", inputs, targets, data)
+
+
+def text_to_text(config: ObjectiveSettings, model: ModelConfig) -> Objective:
+    """Prompts of `config.data`, at most `config.seq_len` tokens, and their responses.
+
+    Both end with an eos. `config.own` may contain "target_len", the longest response in tokens.
+
+    Raises:
+      ValueError: no encoder-decoder, or invalid settings (DataError).
+    """
+    _require_both(model, "text to text")
+    targets = config.own.get("target_len", TARGET_LEN)
+    check_number("target_len", targets, f"[2, {2**31})")
+    data = functools.partial(_pairs, config, model, targets)
+    return _objective("text_to_text", config.seq_len, targets, data)
+
+
+def _require_both(model: ModelConfig, what: str) -> None:
+    if model.kind != "encoder_decoder":
+        raise ValueError(
+            f"a {model.family} model is a{'n' * (model.kind == 'encoder')} {model.kind}: {what} "
+            "trains encoder-decoders"
+        )
+
+
+def _objective(name: str, inputs: int, targets: int, data: Any) -> Objective:
+    """Rows of `inputs` tokens for the encoder and `targets` for the decoder."""
     encoder, decoder = ("B", "S"), ("B", "T")
     return Objective(
-        name="span_corruption",
+        name=name,
         batch={
             "encoder_tokens": (encoder, np.int32),
             "encoder_segment_ids": (encoder, np.int32),
@@ -48,7 +75,7 @@ def span_corruption(config: ObjectiveSettings, model: ModelConfig) -> Objective:
             "loss_mask": (decoder, np.bool_),
         },
         lengths=({"S": inputs, "T": targets},),
-        data=functools.partial(_data, config, model, tokens, spans),
+        data=data,
         terms={"nll": {"weight": 1.0}},
         counts=_counts,
     )
@@ -69,27 +96,13 @@ def _data(
     rows: Sequence[int],
 ) -> Data:
     """Training batches and the held-out part of `config.data`; errors as `make_pipeline`."""
-    if tokenizer is None:
-        source = config.model or "the new model"
-        raise ValueError(f"{source} has no tokenizer, so no text can be read: add its files")
-    eos = model.eos_id[0] if isinstance(model.eos_id, tuple) else model.eos_id
-    if eos is None or model.bos_id is None:
-        raise ValueError(f"eos_id={eos}, bos_id={model.bos_id}: span corruption needs both")
+    eos, start = _ends(config, model, tokenizer)
     how = Corruption(sentinels_of(tokenizer, model.vocab_size), eos, **spans)
     how.row_length(config.seq_len)  # checks the number of sentinels
-    pipeline = make_pipeline(
-        config.data,
-        tokenizer,
-        config.batch_size,
-        tokens,
-        config.seed,
-        accumulation=config.accumulation,
-        rows=rows,
-        vocab_size=model.vocab_size,
-    )
-    padding = model.bos_id if model.padding_id is None else model.padding_id
+    pipeline = _pipeline(config, model, tokenizer, rows, tokens)
+    padding = start if model.padding_id is None else model.padding_id
     corrupt = functools.partial(
-        corrupted_batch, how=how, start_id=model.bos_id, pad_id=padding, rows=pipeline.rows
+        corrupted_batch, how=how, start_id=start, pad_id=padding, rows=pipeline.rows
     )
     batches = Corrupted(pipeline.train_iterator(), corrupt, config.seed)
 
@@ -98,6 +111,42 @@ def _data(
             yield corrupt(batch, seed=(HELD_OUT_SEED, number))
 
     return Data(batches, {} if pipeline.held_out is None else {"held_out": held_out})
+
+
+def _pairs(
+    config: ObjectiveSettings, model: ModelConfig, targets: int, tokenizer: Any, rows: Sequence[int]
+) -> Data:
+    """Training batches and the held-out part of `config.data`; errors as `make_pipeline`."""
+    decoder = (targets, _ends(config, model, tokenizer)[1])
+    pipeline = _pipeline(config, model, tokenizer, rows, config.seq_len, decoder)
+    held_out = functools.partial(pipeline.validation_iterator, config.max_batches)
+    sets = {} if pipeline.held_out is None else {"held_out": held_out}
+    return Data(pipeline.train_iterator(), sets)
+
+
+def _ends(config: ObjectiveSettings, model: ModelConfig, tokenizer: Any) -> tuple[int, int]:
+    """Ids that end a text and begin the decoder's."""
+    if tokenizer is None:
+        source = config.model or "the new model"
+        raise ValueError(f"{source} has no tokenizer, so no text can be read: add its files")
+    eos = model.eos_id[0] if isinstance(model.eos_id, tuple) else model.eos_id
+    if eos is None or model.bos_id is None:
+        raise ValueError(f"eos_id={eos}, bos_id={model.bos_id}: {config.objective} needs both")
+    return eos, model.bos_id
+
+
+def _pipeline(config, model, tokenizer, rows, length: int, decoder=None) -> Any:
+    return make_pipeline(
+        config.data,
+        tokenizer,
+        config.batch_size,
+        length,
+        config.seed,
+        accumulation=config.accumulation,
+        rows=rows,
+        vocab_size=model.vocab_size,
+        decoder=decoder,
+    )
 
 
 class Corrupted:

@@ -218,9 +218,9 @@ def test_paths_that_lead_nowhere(write, tmp_path):
 def test_tasks_are_discovered():
     assert {"text", "jsonl", "gsm8k"} <= set(tasks())
     assert all(task.name == name for name, task in tasks().items())
-    words = r"unknown task 'gsm8', did you mean 'gsm8k'\?.*Known: alpaca, gsm8k"
+    words = r"unknown task 'gsm8', did you mean 'gsm8k'\?.*Known: alpaca, glue_cola"
     refused(words, get_task, "gsm8", error=DataError)
-    words = r"unknown task '\?\?'. Known: alpaca, gsm8k, jsonl, mb"
+    words = r"unknown task '\?\?'. Known: alpaca, glue_cola, glue_mnli, glue_mr"
     refused(words, get_task, "??", error=DataError)
 
 
