@@ -9,8 +9,11 @@ Command:   python scripts/train.py --config=configs/t5_pretrain.py:local \
 Hardware:  local: 2 CPU cores. small: T5 1.1's, weights, gradients and two moments in float32 need
            16 bytes a parameter (77M: 1.2 GB).
 Hours:     local: 0.21 s a step of 8 x 128 tokens on two CPU cores, with other work running.
+           switch: 4 + 4 layers, every second one with 8 experts; twice local's time a token.
 Paper:     T5 (arXiv 1910.10683): 15% of the tokens in spans of 3 on average. Its optimizer is
-           Adafactor; the default here is that of configs/parts/train.py.
+           Adafactor; the default here is that of configs/parts/train.py. Switch (2101.03961): one
+           expert a token, the balance loss at 0.01, noise of 1% on the router's input; the capacity
+           of 64 tokens of a row is transformers'.
 
 The keys are those of configs/parts/train.py, explained there, and those below. seq_len is the
 length of the encoder's rows. JREG's layers are counted over both stacks, the encoder's first.
@@ -25,6 +28,7 @@ from ffn_heterogeneity.train.text_to_text import SPANS
 SIZES = {
     "local": (4, 128, 320, 4, 3e-3),
     "small": (8, 512, 1024, 8, 1e-3),
+    "switch": (4, 192, 768, 4, 2e-3),
 }
 
 
@@ -39,7 +43,7 @@ def get_config(argument: str = "local") -> ConfigDict:
     config.density = SPANS["density"]  # share of the tokens that become targets
     config.mean_span = SPANS["mean_span"]  # mean length of their spans, in tokens
 
-    config.shape = ConfigDict()  # of a T5 1.1: gated GELU
+    config.shape = ConfigDict()  # of a T5 1.1 (gated GELU); with experts of a Switch (ReLU)
     config.shape.encoder_layers = layers  # blocks of the encoder
     config.shape.layers = layers  # blocks of the decoder
     config.shape.d_model = d_model  # width of the residual streams
@@ -53,12 +57,19 @@ def get_config(argument: str = "local") -> ConfigDict:
     train.pretraining(config)
     config.data.bos = "none"  # a row begins with a document's first token
 
+    if size == "switch":
+        config.shape.experts = 8  # of every second layer
+        config.shape.capacity = 64  # tokens of a row that an expert accepts
+        config.shape.jitter = 0.01  # noise on the router's input
+        more = ["load_balance", "router_z", *more]
     losses.add(config, ("nll", *more))
 
     config.steps = 100_000
     config.seq_len = 512
     config.optimizer.learning_rate = rate
-    if size == "local":
+    if size == "switch":
+        config.losses.load_balance.per_row = True
+    if size != "small":
         config.shape.vocab_size = 4224
         config.shape.tied = True
         config.steps, config.batch_size, config.accumulation, config.seq_len = 500, 8, 1, 128

@@ -60,12 +60,16 @@ def byte_tokenizer(**ids: int):
 def tiny_of(family: str, layers: int = 6) -> ModelConfig:
     """The family's first preset with few small layers; its pattern of layers and details stay."""
     config, _ = next(iter(families.FAMILIES[family].presets.values()))
-    fewer = {"experts": 4, "top_k": 2} if config.layers[0].experts else {}
     encoder = layers // 2 if config.kind == "encoder_decoder" else 0
     first = config.layers[:layers]
     first = first if not encoder else (*first[:encoder], *config.layers[encoder - layers :])
     small_layers = tuple(
-        dataclasses.replace(layer, ffn_width=12, window=layer.window and 3, **fewer)
+        dataclasses.replace(
+            layer,
+            ffn_width=12,
+            window=layer.window and 3,
+            **({"experts": 4, "top_k": min(layer.top_k, 2)} if layer.experts else {}),
+        )
         for layer in first
     )
     sizes = {"vocab_size": 29, "d_model": 8, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}

@@ -41,6 +41,7 @@ LOSSES = {
     "load_balance": {
         "weight": 0.01,  # of equal use of the experts; Switch's value
         "pooled": False,  # all layers in one mean, as in transformers' Mixtral
+        "per_row": False,  # a mean for each row, as in transformers' Switch
     },
     "router_z": {"weight": 0.001},  # of small router logits; ST-MoE's value
     "size": {

@@ -7,7 +7,9 @@ R columns, a layer's balance loss is
     R sum_r f_r P_r    (Switch Transformers, equations 4 to 6; 1 times top_k at equal load)
 
 with no gradient through f. Padding is excluded. The means are those of a micro-batch, over all
-devices [ours: with accumulation, the losses of the micro-batches are averaged by tokens].
+devices [ours: with accumulation, the losses of the micro-batches are averaged by tokens]. With
+`per_row`, f and P are means over one row, and the loss is the mean over rows (transformers' Switch:
+`per_row` and `pooled`; it adds the losses of the two stacks, of which this is the mean).
 """
 
 import jax
@@ -16,7 +18,7 @@ import numpy as np
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.probes.routing import routing_probe
+from ffn_heterogeneity.probes.routing import routing_probe, row_routing_probe
 
 
 def _routers(context: TermContext) -> tuple[Probe, np.ndarray]:
@@ -28,17 +30,21 @@ def _routers(context: TermContext) -> tuple[Probe, np.ndarray]:
     return routing_probe(int(columns.max())), columns
 
 
-def load_balance_term(context: TermContext, pooled: bool = False) -> LossTerm:
+def load_balance_term(
+    context: TermContext, pooled: bool = False, per_row: bool = False
+) -> LossTerm:
     """The mean over layers of the balance loss.
 
     Metrics: "load" [L, R], the share of all choices that fall on each column; "max_load" [L], the
     largest times R (1: equal load); "unused" [L], the share of columns that no token chooses;
-    "entropy" [L] of a token's probabilities, in nats.
+    "entropy" [L] of a token's probabilities, in nats; "dropped" [L], the share of tokens with a
+    choice beyond the capacity.
 
     Args:
       context: its weight; Switch uses 0.01, Mixtral's and Qwen3-MoE's configs 0.001.
-      pooled: f and P are means over the tokens of all layers together, as in transformers' Mixtral
-        (which needs routers of one width).
+      pooled: f and P are means over the tokens of all layers (of a stack) together, as in
+        transformers' Mixtral (which needs routers of one width).
+      per_row: f and P are means over the tokens of one row.
 
     Raises:
       ValueError: no layer has experts; `pooled`, and routers of different widths.
@@ -47,18 +53,32 @@ def load_balance_term(context: TermContext, pooled: bool = False) -> LossTerm:
     sparse = np.flatnonzero(columns)
     if pooled and len(set(columns[sparse])) > 1:
         raise ValueError(f"pooled=True needs routers of one width, not {sorted(set(columns))}")
+    assert context.model is not None
+    stacks = {
+        stack: (start, sparse[(sparse >= start) & (sparse < end)])
+        for stack, (start, end) in context.model.stacks.items()
+    }
+    rows = row_routing_probe(int(columns.max()))
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
-        seen = outputs["probes"][probe.name]
-        count = seen["count"][sparse[0]]
-        f, p = (seen[name][sparse] / jnp.maximum(count, 1) for name in ("chosen", "probability"))
-        f = jax.lax.stop_gradient(f)
-        if pooled:
-            f, p = f.mean(0, keepdims=True), p.mean(0, keepdims=True)
-        losses = columns[sparse[: len(f)]] * jnp.sum(f * p, axis=-1)
-        sums = {"load": seen["chosen"], "entropy": seen["entropy"]}
-        metrics = jax.lax.stop_gradient(sums)
-        return TermValue(jnp.mean(losses) * count, count, metrics)
+        seen, losses = outputs["probes"][probe.name], []
+        for stack, (start, layers) in stacks.items():
+            sums, places = seen, layers
+            if per_row:
+                sums = outputs["probes"][rows.name]
+                if len(stacks) > 1:
+                    sums, places = sums[stack], layers - start
+            if len(layers):
+                chosen = jax.tree.map(lambda leaf, i=places: leaf[i], sums)
+                balance = _balance(chosen, pooled, per_row)
+                losses.append(columns[layers[: len(balance)]] * balance)
+        counts = seen["count"]
+        count = jnp.mean(counts[sparse])
+        # Layers of two stacks have different numbers of tokens; metrics are divided by one.
+        each = count / jnp.maximum(counts, 1)
+        means = {name: seen[name] * each for name in ("entropy", "dropped")}
+        metrics = jax.lax.stop_gradient({"load": seen["chosen"]} | means)
+        return TermValue(jnp.mean(jnp.concatenate(losses)) * count, count, metrics)
 
     def derived(metrics: dict) -> dict:
         load = metrics["load"]
@@ -70,7 +90,25 @@ def load_balance_term(context: TermContext, pooled: bool = False) -> LossTerm:
             "unused": (columns - used) / np.maximum(columns, 1),
         }
 
-    return LossTerm(context.name, function, context.weight, probes=(probe,), derived=derived)
+    probes = (probe, rows) if per_row else (probe,)
+    return LossTerm(context.name, function, context.weight, probes=probes, derived=derived)
+
+
+def _balance(sums: dict, pooled: bool, per_row: bool) -> jax.Array:
+    """sum_r f_r P_r of each layer, or of all of them together, [L or 1].
+
+    Args:
+      sums: of a routing probe's, those of the layers of one stack.
+    """
+    count = jnp.maximum(sums["count"], 1)[..., None]
+    f, p = jax.lax.stop_gradient(sums["chosen"]) / count, sums["probability"] / count
+    real = sums["count"] > 0
+    if pooled:
+        f, p, real = f.mean(0, keepdims=True), p.mean(0, keepdims=True), real[:1]
+    balance = jnp.sum(f * p, axis=-1)
+    if per_row:  # rows of padding have no loss
+        balance = jnp.sum(balance, axis=1) / jnp.maximum(jnp.sum(real, axis=1), 1)
+    return balance
 
 
 def router_z_term(context: TermContext) -> LossTerm:
@@ -84,6 +122,8 @@ def router_z_term(context: TermContext) -> LossTerm:
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         seen = outputs["probes"][probe.name]
-        return TermValue(jnp.mean(seen["z"][sparse]), seen["count"][sparse[0]])
+        counts = seen["count"][sparse]
+        count = jnp.mean(counts)
+        return TermValue(jnp.mean(seen["z"][sparse] / jnp.maximum(counts, 1)) * count, count)
 
     return LossTerm(context.name, function, context.weight, probes=(probe,))

@@ -20,6 +20,7 @@ from ffn_heterogeneity.models.context import (
     row_positions,
     stack_bias,
 )
+from ffn_heterogeneity.models.experts import JITTER
 from ffn_heterogeneity.models.kept import BLOCK_INPUT, keep
 from ffn_heterogeneity.models.leaves import abstract_params as abstract_params
 from ffn_heterogeneity.models.leaves import init as init
@@ -57,7 +58,7 @@ def forward(
         order, and position t sees position s iff s <= t < subtree_ends[s] (evaluate/scoring.py).
       probes: `probes.base.Probe` instances with distinct names.
       per_layer: {probe name: tree of [L, ...] leaves} passed to the probes layer by layer.
-      dropout: (key, rate), or None. Rate None: dropout only in adapters.
+      dropout: (key, rate), or None. Rate None: dropout only in adapters; routers' noise as well.
 
     Returns:
       {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}; for a model
@@ -149,7 +150,8 @@ def _run_span(config, params, batch, options, stack, *, probes, extra, dropout, 
             x, link = lend(x, link)
         drop, rngs = None, {}
         if dropout is not None:
-            rngs = {DROP: jax.random.fold_in(extra["dropout_key"], 2)}
+            key = extra["dropout_key"]
+            rngs = {DROP: jax.random.fold_in(key, 2), JITTER: jax.random.fold_in(key, 5)}
             drop = None if dropout[1] is None else (extra["dropout_key"], dropout[1])
         rotary, mask = context[index]
         leaves = {"params": layer_params} | extra["beside"]

@@ -4,8 +4,9 @@
 
 in float32 for the router, with g_r = p_r / (sum of the chosen p) ("renormalized"), p_r ("softmax")
 or 1 ("none"), and e(r) = shared + r, or the leaf `expert_of`. Shared experts see every token with
-gate 1. No token is dropped. The last `constants` columns have a vector, a row of the leaf
-`constant`, in place of an expert's output (MoNE, 2507.00390).
+gate 1. No token is dropped, unless the layer has a `capacity` (Switch). The last `constants`
+columns have a vector, a row of the leaf `constant`, in place of an expert's output (MoNE,
+2507.00390).
 """
 
 import functools
@@ -34,6 +35,9 @@ from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.parallel.partition import batch_sharding, spec_of
 from ffn_heterogeneity.tree import LeafError, flatten, subtree, unflatten
 
+# The random stream of routers' noise.
+JITTER = "router"
+
 
 class Rows(NamedTuple):
     """States and outputs of the chosen experts: N = B T k rows (k with the shared ones), by expert.
@@ -60,23 +64,31 @@ class Routing(NamedTuple):
       logits: float32 [B, T, R].
       columns: the chosen columns, int32 [B, T, k].
       gates: the factors of the experts' outputs, float32 [B, T, k].
+      accepted: False for choices beyond the capacity, bool [B, T, k]; None without a capacity.
       rows: what the experts computed; None on a mesh. XLA removes what is not read.
     """
 
     logits: jax.Array
     columns: jax.Array
     gates: jax.Array
+    accepted: jax.Array | None = None
     rows: Rows | None = None
 
 
-def route(layer: LayerConfig, router: Mapping[str, Any], x_btd: jax.Array) -> Routing:
+def route(
+    layer: LayerConfig, router: Mapping[str, Any], x_btd: jax.Array, key: jax.Array | None = None
+) -> Routing:
     """Choose the columns of each token.
 
     Args:
       router: leaves of `ffn/router`, with adapters.
+      key: for the layer's `jitter`; None: without.
     """
     x = x_btd.reshape(-1, x_btd.shape[-1])
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if key is not None:
+        least, most = 1.0 - layer.jitter, 1.0 + layer.jitter
+        x = x * jax.random.uniform(key, x.shape, x.dtype, least, most)
     if layer.router == "mlp":
         squares = jnp.sum(x * x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.maximum(squares, jnp.finfo(x.dtype).tiny))
@@ -88,7 +100,12 @@ def route(layer: LayerConfig, router: Mapping[str, Any], x_btd: jax.Array) -> Ro
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
     elif layer.gates == "none":
         gates = jnp.ones_like(gates)
-    return Routing(logits, columns, gates)
+    if layer.capacity is None:
+        return Routing(logits, columns, gates)
+    chosen = jax.nn.one_hot(columns, layer.columns, dtype=jnp.int32)
+    in_order = chosen.reshape(len(x_btd), -1, layer.columns)
+    before = (jnp.cumsum(in_order, axis=1) - in_order).reshape(chosen.shape)
+    return Routing(logits, columns, gates, jnp.sum(before * chosen, axis=-1) < layer.capacity)
 
 
 def _wide_dot(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -111,10 +128,13 @@ class Experts(nn.Module):
     def __call__(self, x_btd: jax.Array) -> tuple[jax.Array, Routing]:
         """x [B, T, D] -> (y [B, T, D], Routing)."""
         layer, leaves = self.layer, self._leaves()
-        routing = route(layer, leaves.pop("router"), x_btd)
+        noise = self.make_rng(JITTER) if layer.jitter and self.has_rng(JITTER) else None
+        routing = route(layer, leaves.pop("router"), x_btd, noise)
         constants = leaves.pop("constant", None)
         expert_of = leaves.pop("expert_of", layer.shared + jnp.arange(layer.columns))
         experts, gates = jnp.asarray(expert_of)[routing.columns], routing.gates
+        if routing.accepted is not None:
+            experts = jnp.where(routing.accepted, experts, -1)  # of no expert
         if layer.shared:  # as further choices of every token
             always = jnp.broadcast_to(
                 jnp.arange(layer.shared, dtype=experts.dtype), (*experts.shape[:-1], layer.shared)
@@ -134,6 +154,9 @@ class Experts(nn.Module):
             y_btd = self._on_mesh(run, mesh, leaves)(leaves, x_btd, experts, gates, key)
         if constants is not None:
             y_btd = y_btd + _constant_outputs(constants, routing).astype(y_btd.dtype)
+        if routing.accepted is not None and layer.overflow == "input":
+            dropped_bt = jnp.sum(jnp.where(routing.accepted, 0, routing.gates), axis=-1)
+            y_btd = y_btd + (dropped_bt[..., None] * x_btd).astype(y_btd.dtype)
         return self.perturb("output", y_btd), routing
 
     def _leaves(self) -> dict[str, Any]:
@@ -264,5 +287,8 @@ def _constant_outputs(constants: jax.Array, routing: Routing) -> jax.Array:
     """Sum of gate times vector over each token's columns that have one, [B, T, D]."""
     first = routing.logits.shape[-1] - len(constants)
     chosen = jax.nn.one_hot(routing.columns - first, len(constants), dtype=routing.gates.dtype)
-    weights_btc = jnp.einsum("btkc,btk->btc", chosen, routing.gates)
+    gates = routing.gates
+    if routing.accepted is not None:
+        gates = jnp.where(routing.accepted, gates, 0)
+    weights_btc = jnp.einsum("btkc,btk->btc", chosen, gates)
     return weights_btc @ constants.astype(weights_btc.dtype)

@@ -3,12 +3,13 @@
 import dataclasses
 from typing import Any
 
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, check_number
 
 FFN_KINDS = ("gated", "plain")
 NORM_PLACEMENTS = ("pre", "post")
 GATES = ("renormalized", "softmax", "none")
 ROUTERS = ("linear", "mlp")
+OVERFLOWS = ("zero", "input")
 
 
 class ConfigError(ValueError):
@@ -61,6 +62,12 @@ class LayerConfig:
       routes: R, the number of router columns; None: one for each expert that is not shared. Other
         numbers need the leaf `ffn/expert_of`, the expert of each column (merged experts).
       router: "linear", x R, or "mlp", tanh(x A / |x|) R (Moefication).
+      capacity: the number of choices in a row that each router column accepts, in the order of the
+        row, padding included; later ones are dropped (Switch). None: all.
+      overflow: the output for a dropped choice: 0 ("zero"), or the gate times the layer's input
+        ("input", as in the published code of MLP Fusion).
+      jitter: in training the router's input is multiplied by random numbers between 1 - jitter and
+        1 + jitter.
       cross_attention: a second attention, on the encoder's states, between attention and FFN.
       constants: the router's last columns that have the leaf `ffn/constant`, a vector each, in
         place of an expert (MoNE).
@@ -79,6 +86,9 @@ class LayerConfig:
     routes: int | None = None
     router: str = "linear"
     constants: int = 0
+    capacity: int | None = None
+    overflow: str = "zero"
+    jitter: float = 0.0
     cross_attention: bool = False
 
     @property
@@ -102,7 +112,7 @@ class LayerConfig:
         check_choice(f"{where}: ffn_kind", self.ffn_kind, FFN_KINDS, ConfigError)
         check_choice(f"{where}: norm_placement", self.norm_placement, NORM_PLACEMENTS, ConfigError)
         check_count(f"{where}: ffn_width", self.ffn_width, 1)
-        for name in ("window", "experts", "routes"):
+        for name in ("window", "experts", "routes", "capacity"):
             if (value := getattr(self, name)) is not None:
                 check_count(f"{where}: {name}", value, 1)
         if self.experts is None:
@@ -112,6 +122,8 @@ class LayerConfig:
         check_count(f"{where}: top_k", self.top_k, 1)
         check_choice(f"{where}: gates", self.gates, GATES, ConfigError)
         check_choice(f"{where}: router", self.router, ROUTERS, ConfigError)
+        check_choice(f"{where}: overflow", self.overflow, OVERFLOWS, ConfigError)
+        check_number(f"{where}: jitter", self.jitter, "[0, 1)", ConfigError)
         if self.top_k > self.columns:
             raise ConfigError(
                 f"{where}: top_k={self.top_k} is more than the router's {self.columns} columns "

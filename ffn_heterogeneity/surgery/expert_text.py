@@ -158,7 +158,7 @@ def _applied(
 def _every_row(config: ModelConfig, leaves: dict, ffn_input: jax.Array) -> Rows:
     """Rows of every expert for every token, with the softmax probability as the gate."""
     layer = config.layers[0]
-    routed = dataclasses.replace(layer, top_k=layer.columns, gates="softmax")
+    routed = dataclasses.replace(layer, top_k=layer.columns, gates="softmax", capacity=None)
     _, routing = Experts(config, routed).apply({"params": leaves["ffn"]}, ffn_input)
     return routing.rows
 

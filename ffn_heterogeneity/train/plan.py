@@ -298,6 +298,7 @@ def _build(
         where = flatten(placed[0].params)
         where = unflatten({path: where[path] for path in flatten(settled)})
         seen = dataclasses.replace(seen, settled=jax.jit(seen.settled, out_shardings=where))
+    inside = config.adapter_dropout > 0 or any(layer.jitter for layer in seen.model.layers)
     remats = auto_remat(seen.options.platform) if config.remat == "auto" else (config.remat,)
     made = Plan(
         **{field.name: getattr(seen, field.name) for field in dataclasses.fields(Evaluation)},
@@ -305,7 +306,7 @@ def _build(
         trainable=mask,
         unread=unread,
         whole=materialized,
-        dropout=config.dropout > 0 or (config.adapter_dropout > 0 and "adapters"),
+        dropout=config.dropout > 0 or (inside and "adapters"),
         optimizer=optimizer,
         train_step=None,
         state=state,

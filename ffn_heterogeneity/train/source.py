@@ -16,7 +16,7 @@ from ffn_heterogeneity.heads import ROOT, with_head
 from ffn_heterogeneity.io.load import Model, load_model, load_shapes, load_tokenizer
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import HeadConfig, LayerConfig, ModelConfig
-from ffn_heterogeneity.models.families import t5
+from ffn_heterogeneity.models.families import switch, t5
 from ffn_heterogeneity.models.leaves import parameters_text
 from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.surgery import SURGERIES
@@ -70,7 +70,8 @@ def _new_shape(source: Start) -> Model:
     """A new model without its weights."""
     shape: Mapping[str, Any] = source.shape or {}
     experts = shape.get("experts") or None
-    for key in ("layers", "d_model", "n_heads", *(("experts", "top_k") if experts else ())):
+    sparse = ("experts", "top_k" if "top_k" in shape else "capacity") if experts else ()
+    for key in ("layers", "d_model", "n_heads", *sparse):
         check_number(f"shape.{key}", shape[key], "[1, inf)")
     width, heads = shape["d_model"], shape["n_heads"]
     if width % heads:
@@ -107,7 +108,10 @@ def _new_shape(source: Start) -> Model:
 
 
 def _new_t5(shape: Mapping[str, Any], ids: Mapping[str, int | None]) -> ModelConfig:
-    """A T5 1.1 of `shape`: answers begin with the padding token, as in T5."""
+    """A T5 1.1 of `shape`, or with `experts` a Switch with experts in every second layer.
+
+    Answers begin with the padding token, as in T5.
+    """
     check_number("shape.encoder_layers", shape["encoder_layers"], "[1, inf)")
     encoder, heads, width = shape["encoder_layers"], shape["n_heads"], shape["d_model"]
     sizes = {"vocab_size": shape["vocab_size"], "d_model": width, "n_heads": heads}
@@ -115,7 +119,13 @@ def _new_t5(shape: Mapping[str, Any], ids: Mapping[str, int | None]) -> ModelCon
     sizes |= {"n_kv_heads": heads, "head_dim": width // heads, "tied": shape["tied"]}
     special = {"bos_id": start, "eos_id": ids["eos_id"], "pad_id": start}
     widths = [shape["ffn_width"]] * (encoder + shape["layers"])
-    return t5.model(widths, encoder, "gated-gelu", sizes | special, scaled=shape["tied"])
+    experts = {name: shape[name] for name in ("experts", "capacity", "jitter") if name in shape}
+    ffn = "relu" if experts else "gated-gelu"
+    config = t5.model(widths, encoder, ffn, sizes | special, scaled=shape["tied"])
+    if not experts:
+        return config
+    sparse = {stack: max((end - start) // 2, 1) for stack, (start, end) in config.stacks.items()}
+    return switch.model(config, sparse, **experts)
 
 
 def starting_model(

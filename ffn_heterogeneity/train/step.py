@@ -84,7 +84,7 @@ def make_train_step(
         layer, the gradient of the other layers is 0 and they stay unchanged, bit for bit.
       accumulation: A, the number of micro-batches in a step.
       dropout: whether there is dropout (static); the rate is `hyper["dropout"]`. "adapters":
-        dropout only in adapters (`RunOptions.adapter_dropout`).
+        dropout only in adapters (`RunOptions.adapter_dropout`), and routers' noise.
       refresh: optional `(params, step, key, hyper, train) -> params`, applied to the tree before
         the forward pass, `train` true, and never stored (adapters that redraw a mask every step).
       counts: batch -> numbers to report (`Objective.counts`).

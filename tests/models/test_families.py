@@ -63,6 +63,11 @@ for _size, _count in {
     "xxl": 11_135_332_352,
 }.items():
     T5 |= dict.fromkeys((f"t5_v1_1_{_size}", f"flan_t5_{_size}"), _count)
+# T5 base with experts, and a router, in 6 layers of each stack.
+SWITCH = {
+    f"switch_base_{e}": T5["t5_base"] + 12 * ((e - 1) * 2 * 768 * 3072 + 768 * e)
+    for e in (8, 16, 32, 64, 128, 256)
+}
 # Exact: the tied embedding counted once.
 GPT2 = {"gpt2": 124_439_808}
 # Pythia's paper, Table 1: parameters outside the two embeddings, exact.
@@ -139,7 +144,15 @@ def test_gemma2_and_gemma3_attention_patterns():
 
 
 def test_every_preset_has_a_published_size():
-    assert {*PUBLISHED, *ENCODERS, *GPT2, *T5} == set(families.PRESETS)
+    assert {*PUBLISHED, *ENCODERS, *GPT2, *T5, *SWITCH} == set(families.PRESETS)
+
+
+@pytest.mark.parametrize("name", SWITCH)
+def test_switch_is_t5_base_with_experts(name):
+    counts = families.count_parameters(families.preset(name)[0])
+    assert counts["total"] == SWITCH[name]
+    routers = 12 * 768 * int(name.rpartition("_")[2])
+    assert counts["active"] == T5["t5_base"] + routers
 
 
 @pytest.mark.parametrize("name", T5)

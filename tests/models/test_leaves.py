@@ -113,18 +113,23 @@ def removal_axis(path: str, leaf: Leaf) -> str:
 
 
 def described(config: ModelConfig, params: dict) -> dict[str, str]:
-    """{path, with "*" for its segment and slot: description of the leaf}."""
+    """{path, with "*" (or "sparse") for its segment and slot: description of the leaf}."""
     leaves, names = declared(config, params), layer_names(params)
     trains = partition.trainable_mask(leaves)
     specs = flatten(partition.shardings(MESH, params, leaves))
     entries: dict[str, str] = {}
+    sparse = config.groups["sparse"]
+    apart = sparse if 0 < len(sparse) < config.n_layers else ()  # beside dense layers
     for path, leaf in flatten(params).items():
         first, axis = names[path][0], removal_axis(path, leaves[path])
         shape = leaf.shape[1:] if path.startswith("stack/") else leaf.shape
         entry = f"{leaf.dtype} {tuple(shape)} {tuple(specs[path].spec)}"
         learns = bool(trains[path])
         entry += f" decays={learns and leaves[path].decays} trains={learns} neurons={axis}"
-        pattern = first if not first.startswith("layers/") else f"*/{first.split('/', 2)[2]}"
+        pattern = first
+        if first.startswith("layers/"):
+            _, layer, inside = first.split("/", 2)
+            pattern = f"{'sparse' if int(layer) in apart else '*'}/{inside}"
         assert entries.setdefault(pattern, entry) == entry, f"{path}: layers differ"
     return entries
 

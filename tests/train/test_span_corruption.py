@@ -102,7 +102,7 @@ def tiny(tmp_path_factory):
     return root
 
 
-def config_for(root, **changes):
+def config_for(root, argument="local,nucl,jreg", **changes):
     shape = {"encoder_layers": 2, "layers": 1, "d_model": 16, "ffn_width": 24, "n_heads": 2}
     keys = {f"shape__{key}": value for key, value in shape.items()} | {"shape__vocab_size": 360}
     keys |= {"data__path": str(root / "text.txt"), "data__task": "text", "seq_len": 32}
@@ -110,22 +110,35 @@ def config_for(root, **changes):
     keys |= {"optimizer__warmup_steps": 1, "compute_dtype": "float32", "tensorboard": False}
     keys |= {"eval__every": 2, "eval__max_batches": 2, "checkpoint__every": 2}
     keys |= {"optimizer__learning_rate": 1e-2, "data__passage_chars": 100}
-    return config_of("t5_pretrain", "local,nucl,jreg", **(keys | changes))
+    return config_of("t5_pretrain", argument, **(keys | changes))
 
 
-def test_a_run_learns_resumes_and_is_read_by_torch(torch, tiny, tmp_path, monkeypatch):
-    """With NUCL and JREG over both stacks; the saved model's loss is PyTorch's."""
+SWITCH = {"shape__experts": 3, "shape__capacity": 8}  # of about 10 tokens a row
+
+
+@pytest.mark.parametrize(
+    ("argument", "changes"), [("local,nucl,jreg", {}), ("switch,jreg", SWITCH)]
+)
+def test_a_run_learns_resumes_and_is_read_by_torch(
+    torch, tiny, tmp_path, monkeypatch, argument, changes
+):
+    """With losses over both stacks, and a router's noise; the saved model's loss is PyTorch's."""
     from transformers import AutoModelForSeq2SeqLM
 
     together = Shared()
-    config = config_for(tiny)
+    config = config_for(tiny, argument, **changes)
     training.run(config, tmp_path / "run", together)
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
     nll = [row["validation/nll"] for row in rows if "validation/nll" in row]
     assert (
         len(nll) == 4 and nll[-1] < nll[0] - 0.1 and nll[0] == pytest.approx(np.log(360), abs=0.2)
     )
-    assert all(np.isfinite(row["jreg"]) for row in rows if "jreg" in row)
+    jumps = [row["train/jreg"] for row in rows if "train/jreg" in row]
+    assert len(jumps) == 6 and np.isfinite(jumps).all()
+    if changes:
+        name = "train/load_balance/dropped"
+        dropped = np.array([row[name] for row in rows if name in row])
+        assert (dropped[:, 1] > 0).any() and (dropped < 1).all() and not dropped[:, 0].any()
     stopped_and_resumed(config, tmp_path, monkeypatch, together)
     model = load_model(tmp_path / "run/model")
     assert model.config.kind == "encoder_decoder" and model.config.bos_id == 0

@@ -23,6 +23,7 @@ from ffn_heterogeneity.models.families import (
     qwen3,
     qwen3_moe,
     roberta,
+    switch,
     t5,
 )
 from ffn_heterogeneity.models.families.common import Family, no_gguf
@@ -34,7 +35,7 @@ from ffn_heterogeneity.models.leaves import expected_shapes as expected_shapes
 from ffn_heterogeneity.wording import check_choice
 
 _DECODERS = (llama, gemma, gemma2, gemma3, gpt2, gpt_neox, mistral, olmo, phi3, qwen2, qwen3)
-_MODULES = (*_DECODERS, mixtral, qwen3_moe, bert, roberta, t5)
+_MODULES = (*_DECODERS, mixtral, qwen3_moe, bert, roberta, t5, switch)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 PRESETS: dict[str, tuple[ModelConfig, str]] = {
     name: entry for family in FAMILIES.values() for name, entry in family.presets.items()

@@ -67,20 +67,21 @@ def model(
     )
 
 
-def _preset(layers: int, d_model: int, width: int, heads: int, ffn: str, head_dim: int = 64):
+def preset(layers: int, d_model: int, width: int, heads: int, ffn: str) -> ModelConfig:
+    """A published shape, with equally many layers in both stacks."""
     ids = {"bos_id": 0, "eos_id": 1, "pad_id": 0, "vocab_size": 32_128, "max_position": 512}
-    sizes = {"d_model": d_model, "n_heads": heads, "n_kv_heads": heads, "head_dim": head_dim}
-    old = ffn == "relu"
-    return model([width] * (2 * layers), layers, ffn, sizes | ids | {"tied": old}, old)
+    sizes = {"d_model": d_model, "n_heads": heads, "n_kv_heads": heads, "head_dim": 64}
+    sizes |= ids | {"tied": ffn == "relu"}
+    return model([width] * (2 * layers), layers, ffn, sizes, sizes["tied"])
 
 
 _OLD = {"small": (6, 512, 2048, 8), "base": (12, 768, 3072, 12), "large": (24, 1024, 4096, 16)}
 _NEW = {"small": (8, 512, 1024, 6), "base": (12, 768, 2048, 12), "large": (24, 1024, 2816, 16)}
 _NEW |= {"xl": (24, 2048, 5120, 32), "xxl": (24, 4096, 10_240, 64)}
-PRESETS = {f"t5_{x}": (_preset(*its, "relu"), f"google-t5/t5-{x}") for x, its in _OLD.items()}
+PRESETS = {f"t5_{x}": (preset(*its, "relu"), f"google-t5/t5-{x}") for x, its in _OLD.items()}
 for _size, _shape in _NEW.items():
-    PRESETS[f"t5_v1_1_{_size}"] = (_preset(*_shape, "gated-gelu"), f"google/t5-v1_1-{_size}")
-    PRESETS[f"flan_t5_{_size}"] = (_preset(*_shape, "gated-gelu"), f"google/flan-t5-{_size}")
+    PRESETS[f"t5_v1_1_{_size}"] = (preset(*_shape, "gated-gelu"), f"google/t5-v1_1-{_size}")
+    PRESETS[f"flan_t5_{_size}"] = (preset(*_shape, "gated-gelu"), f"google/flan-t5-{_size}")
 
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
@@ -109,9 +110,8 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
         "max_position": values.get("n_positions", 512),
         "eos_id": tuple(eos) if isinstance(eos, list) else eos,
     }
-    before = values["num_layers"]
-    widths = [values["d_ff"]] * (before + behind * (not alone))
-    return model(widths, before, ffn, fields, scaled)
+    widths = [values["d_ff"]] * (values["num_layers"] + behind * (not alone))
+    return model(widths, values["num_layers"], ffn, fields, scaled)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""T5's tensor names: two prefixes, and numbers for the parts of a block."""
+"""Tensor names of T5 and Switch: two prefixes, and numbers for the parts of a block."""
 
 import dataclasses
 import re
@@ -10,23 +10,38 @@ from ffn_heterogeneity.models.families import rules
 from ffn_heterogeneity.models.leaves import required
 
 _ATTENTION = {"q": "q", "k": "k", "v": "v", "out": "o"}
+# Family -> its name of a feed-forward block, and of the parts of one with experts ("{e}"), if any.
+_FFN: dict[str, tuple[str, dict[str, str]]] = {
+    "t5": ("DenseReluDense", {}),
+    "switch": (
+        "mlp",
+        {
+            "router": "router.classifier",
+            "up": "experts.expert_{e}.wi",
+            "down": "experts.expert_{e}.wo",
+        },
+    ),
+}
 _TOP = {"embed/embedding": "shared", "head/kernel": "lm_head"}
 
 
 def names(config: ModelConfig) -> dict[str, str]:
-    """{path of a leaf: name of its tensor}."""
-    found = {}
+    """{path of a leaf: name of its tensor, with "{e}" where each expert has one}."""
+    found, (module, of_experts) = {}, _FFN[config.family]
     for path, _, layer in required(config):
         if layer is None:
             found[path] = _outer_name(config, path)
             continue
         _, number, *inner = path.split("/")
-        if layer.experts is not None and inner[0] == "ffn":
-            found[path] = rules.OWN + path.replace("/", ".")
-            continue
         stack, ffn = ("decoder", 2) if layer.causal else ("encoder", 1)
         prefix = f"{stack}.block.{int(number) - config.stacks[stack][0]}.layer."
-        found[path] = prefix + _inner_name(inner, ffn, layer.ffn_kind == "gated") + ".weight"
+        if layer.experts is None or inner[0] != "ffn":
+            name = _inner_name(inner, ffn, layer.ffn_kind == "gated", module)
+            found[path] = f"{prefix}{name}.weight"
+        elif inner[1] in of_experts and inner[2:] == ["kernel"]:
+            found[path] = f"{prefix}{ffn}.{module}.{of_experts[inner[1]]}.weight"
+        else:
+            found[path] = rules.OWN + path.replace("/", ".")
     return found
 
 
@@ -41,7 +56,7 @@ def _outer_name(config: ModelConfig, path: str) -> str:
     return f"{last}.final_layer_norm.weight"
 
 
-def _inner_name(inner: list[str], ffn: int, gated: bool) -> str:
+def _inner_name(inner: list[str], ffn: int, gated: bool, ffn_module: str) -> str:
     """Name of a tensor inside a layer's block, without its ending."""
     module, *rest = inner
     numbers = {"attention_norm": 0, "cross_norm": 1, "ffn_norm": ffn}
@@ -52,12 +67,20 @@ def _inner_name(inner: list[str], ffn: int, gated: bool) -> str:
     if module == "cross_attention":
         return f"1.EncDecAttention.{_ATTENTION[rest[0]]}"
     theirs = {"gate": "wi_0", "up": "wi_1" if gated else "wi", "down": "wo"}
-    return f"{ffn}.DenseReluDense.{theirs[rest[0]]}"
+    return f"{ffn}.{ffn_module}.{theirs[rest[0]]}"
 
 
 def tensor_rules(config: ModelConfig) -> list[rules.Rule]:
-    """Rules of one tensor per leaf."""
-    return [rules.one_tensor(path, name) for path, name in names(config).items()]
+    """Rules of one tensor per leaf, or per expert."""
+    made = []
+    for path, name in names(config).items():
+        if "{e}" in name:
+            experts = config.layers[int(path.split("/")[1])].experts or 0
+            each = [name.replace("{e}", str(e)) for e in range(experts)]
+            made.append(rules.by_expert(path, each))
+        else:
+            made.append(rules.one_tensor(path, name))
+    return made
 
 
 def own_name(name: str) -> str:
