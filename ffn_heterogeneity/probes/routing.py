@@ -84,7 +84,7 @@ def row_routing_probe(columns: int) -> Probe:
 
 
 def _chosen(seen: Any) -> jax.Array:
-    """How often each token chooses each column, [B, T, R]."""
+    """Number of times that each token chooses each column, [B, T, R]."""
     routing = seen.routing
     return jnp.sum(jax.nn.one_hot(routing.columns, routing.logits.shape[-1]), axis=2)
 

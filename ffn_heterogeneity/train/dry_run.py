@@ -130,12 +130,13 @@ def step_flops(built: Plan) -> dict[str, float]:
         total[stack] += 3 * attention
     head = 0.0
     if built.objective.head is None:  # a task's head reads a row, not every token
-        head = 2.0 * model.d_model * model.vocab_size * tokens[[*tokens][-1]]
+        last = next(reversed(model.stacks))
+        head = 2.0 * model.d_model * model.vocab_size * tokens[last]
         path = "embed/embedding" if model.tied else "head/kernel"
         head *= 3 if built.trainable[path] else 2
     recomputed = sum(forward.values()) if built.options.remat == "full" else 0.0
-    by_stack = total if len(total) > 1 else {}
-    return {"model": sum(total.values()) + head, "recomputed": recomputed, **by_stack}
+    apart = total if model.kind == "encoder_decoder" else {}
+    return {"model": sum(total.values()) + head, "recomputed": recomputed, **apart}
 
 
 def row_lengths(built: Plan) -> dict[str, tuple[int, ...]]:
@@ -170,9 +171,14 @@ def _attention_flops(model: ModelConfig, layer: int, lengths: dict, length: int)
 
 
 def by_stack(built: Plan, flops: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Parameters, bytes on a device, tokens and operations of an encoder-decoder's stacks."""
+    """Parameters, bytes on a device, tokens and operations of an encoder-decoder's stacks.
+
+    Empty for another model.
+    """
     made, stacks = {}, stack_leaves(built)
-    for stack, lengths in row_lengths(built).items() if "encoder" in flops else ():
+    if built.model.kind != "encoder_decoder":
+        return made
+    for stack, lengths in row_lengths(built).items():
         paths = {path for path, name in stacks.items() if name == stack}
         made[stack] = {
             "parameters": sum(built.sizes[path] for path in paths),

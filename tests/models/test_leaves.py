@@ -119,7 +119,7 @@ def described(config: ModelConfig, params: dict) -> dict[str, str]:
     specs = flatten(partition.shardings(MESH, params, leaves))
     entries: dict[str, str] = {}
     sparse = config.groups["sparse"]
-    apart = sparse if 0 < len(sparse) < config.n_layers else ()  # beside dense layers
+    apart = sparse if 0 < len(sparse) < config.n_layers else ()  # with dense layers in between
     for path, leaf in flatten(params).items():
         first, axis = names[path][0], removal_axis(path, leaves[path])
         shape = leaf.shape[1:] if path.startswith("stack/") else leaf.shape

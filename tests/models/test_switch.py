@@ -194,7 +194,7 @@ def test_rows_balance_by_themselves():
 
 
 def test_capacity_counts_in_the_rows_order():
-    """By hand: the third choice of one column is dropped, in each row anew."""
+    """By hand: the third choice of one column is dropped, in each row again."""
     layer = dataclasses.replace(tiny_of("switch", 4).layers[1], experts=2, top_k=1, capacity=2)
     router = {"kernel": jnp.asarray([[1.0, -1.0]])}
     x = jnp.asarray([[1.0, 1, -1, 1, -1, -1], [-1, -1, -1, 1, 1, 1]])[..., None]
@@ -302,6 +302,10 @@ def test_other_routers_are_rejected(pair, tmp_path):
         ("dense_act_fn", "gated-gelu", "dense_act_fn='gated-gelu'"),
         ("expert_capacity", 0, "expert_capacity=0"),
         ("num_experts", 10**6, "num_experts=1000000"),
+        ("num_layers", "4", "num_layers"),
+        ("num_sparse_encoder_layers", "2", "num_sparse_encoder_layers='2'"),
+        ("router_jitter_noise", "a", "jitter"),
+        ("router_jitter_noise", 1.5, "jitter=1.5"),
         ("decoder_start_token_id", None, "decoder_start_token_id is null"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))

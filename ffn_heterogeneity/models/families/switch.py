@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
-from ffn_heterogeneity.models.families import common, t5, t5_names
+from ffn_heterogeneity.models.families import common, t5
+from ffn_heterogeneity.models.layer_config import check_count
 
 _DEFAULTS = {
     "vocab_size": 32_128,
@@ -80,16 +81,19 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
         if values.get(key, value) != value:
             raise ConfigError(f"{key}={values[key]!r:.60} is not supported: expected {value!r}")
     common.check_counts({key: values[key] for key in ("num_experts", "expert_capacity")})
-    if values["num_experts"] * values["num_layers"] > common.MAX_EXPERTS:
-        raise ConfigError(f"num_experts={values['num_experts']}: at most {common.MAX_EXPERTS:,}")
+    sparse = {stack: values[f"num_sparse_{stack}_layers"] for stack in _STACKS}
+    for stack, count in sparse.items():
+        check_count(f"num_sparse_{stack}_layers", count, 0)
     tied = values.get("tie_word_embeddings", True)
     shape = t5.from_hf({"feed_forward_proj": "relu", "tie_word_embeddings": tied, **values})
+    if values["num_experts"] * shape.n_layers > common.MAX_EXPERTS:
+        raise ConfigError(f"num_experts={values['num_experts']}: at most {common.MAX_EXPERTS:,}")
     return model(
         shape,
-        {stack: values[f"num_sparse_{stack}_layers"] for stack in _STACKS},
+        sparse,
         experts=values["num_experts"],
         capacity=values["expert_capacity"],
-        jitter=float(values["router_jitter_noise"] or 0.0),
+        jitter=values["router_jitter_noise"] or 0.0,
     )
 
 
@@ -127,6 +131,5 @@ FAMILY = dataclasses.replace(
     presets=PRESETS,
     from_hf=from_hf,
     to_hf=to_hf,
-    rules=t5_names.tensor_rules,
     by_tensors=None,
 )
