@@ -62,7 +62,9 @@ def tiny_of(family: str, layers: int = 6) -> ModelConfig:
     config, _ = next(iter(families.FAMILIES[family].presets.values()))
     encoder = layers // 2 if config.kind == "encoder_decoder" else 0
     first = config.layers[:layers]
-    first = first if not encoder else (*first[:encoder], *config.layers[encoder - layers :])
+    if encoder:  # the first of each stack
+        start = config.stacks["decoder"][0]
+        first = (*first[:encoder], *config.layers[start : start + layers - encoder])
     small_layers = tuple(
         dataclasses.replace(
             layer,

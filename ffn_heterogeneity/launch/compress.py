@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -111,7 +112,8 @@ def describe(name: str, results: dict) -> str:
         return name
     what = f"compressed by {results.get('method')}"
     if "removed" in results:
-        what = f"removed {sum(map(len, results['removed'])):,} neurons by {results['criterion']}"
+        neurons = sum(map(np.size, results["removed"]))  # those of every expert
+        what = f"removed {neurons:,} neurons by {results['criterion']}"
     if "removed_experts" in results:
         count = sum(map(len, results["removed_experts"]))
         what = f"removed {count:,} experts by {results['rule']}"
