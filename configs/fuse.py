@@ -29,7 +29,8 @@ def get_config() -> ConfigDict:
             # hybrid_sketch: the largest third kept, the others mixed | structured: the largest kept
             # | mmd: points that move to where neurons are dense, in `steps` of AdamW, and m / c
             # after the activation | svd: each kernel as two thin ones, which train | unstructured:
-            # a mask, under which the largest weights stay.
+            # a mask, under which the largest weights stay | ntk_sap: a mask by gradients at random
+            # inputs (arXiv 2304.02840).
             "method": Fusion.method,
             # The share of every layer's neurons that goes; of weights (svd, unstructured).
             "ratio": Fusion.ratio,

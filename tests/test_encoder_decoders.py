@@ -54,6 +54,7 @@ SPANS = {"model": "{model}", "data__path": "{text}", "data__task": "text", "seq_
 WORKS = [
     ("train", "t5_pretrain", "local,nucl", SPANS | {"data__passage_chars": 100}),
     ("train", "t5_finetune", "{model},jsonl,lora", ROWS | {"target_len": 8}),
+    ("train", "p32_glue", "{model},labels", LABELS | {"pooling": "last"}),
     ("surgery", "prune", None, {"layers": "decoder:last1", "criterion": "gini"}),
     ("surgery", "prune", None, {"streaming": True, "layers": "encoder:all"}),
     ("surgery", "prune", None, {"criterion": "magnitude", "compensation": "ridge"}),

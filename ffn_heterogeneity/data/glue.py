@@ -203,6 +203,13 @@ TASKS = {
         _glue("mnli", 392_702, *_MNLI, validation=_MATCHED),
     )
 }
+# The tasks' texts as a prompt for an encoder-decoder (MLP Fusion's published code).
+PROMPTS = {
+    "sst2": "sentence: {}",
+    "mnli": "premise: {}\nhypothesis: {}",
+    "cola": "cola sentence: {}",
+    "mrpc": "mrpc sentence1: {}\nsentence2: {}",
+}
 # For the user's data: labels by name, or a number; fields and labels come from the config.
 OWN = ("labels", "regression")
 

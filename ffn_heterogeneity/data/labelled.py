@@ -58,12 +58,16 @@ class Form:
       padding_id: id with which other libraries pad rows.
       most: maximum number of tokens of a row.
       as_made: use the tokenizer's output for a text or a pair unchanged, also for a decoder.
+      eos_id: of an encoder-decoder, whose rows are one text that ends with it; None: another model.
+      prompt: the form of that text, of `glue.PROMPTS`; "": the texts in lines.
     """
 
     encoder: bool
     padding_id: int | None
     most: int
     as_made: bool = False
+    eos_id: int | None = None
+    prompt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,13 +175,16 @@ def encode_texts(
 
     For an encoder the tokenizer joins them, e.g. [CLS] a [SEP] b [SEP] for BERT. A decoder reads
     [ours] bos (if there is one), a, a newline and b, without eos: its last token is pooled. With
-    `form.as_made`, the tokenizer's output is used. In a row that is too long the longer text is cut
+    `form.as_made`, the tokenizer's output is used. An encoder-decoder reads the prompt with an eos,
+    and its end is cut before the eos. In a row that is too long the longer text is cut
     first, like `longest_first` of the tokenizers library.
 
     Raises:
       DataError: a decoder's row that ends with the padding token, which other libraries would
         ignore as padding; an empty row.
     """
+    if form.eos_id is not None:
+        return _prompts(tokenizer, texts, form, form.eos_id)
     rows, kinds, cut, encoder = [], [], 0, form.encoder
     as_made = encoder or form.as_made
     first = [] if as_made or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -195,6 +202,23 @@ def encode_texts(
         rows.append(ids)
         kinds.append(np.concatenate([np.zeros(len(first)), types]).astype(np.int32))
     return rows, kinds, cut
+
+
+def _prompts(
+    tokenizer: Any, texts: Sequence[tuple[str, ...]], form: Form, eos_id: int
+) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    needs = form.prompt.count("{}")
+    for text in texts:
+        if needs not in (0, len(text)):
+            raise DataError(f"{text!r:.80}: the prompt {form.prompt!r} needs {needs} texts")
+    asked = [form.prompt.format(*text) if form.prompt else "\n".join(text) for text in texts]
+    made = tokenizer(asked, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+    for ids, text in zip(made, asked, strict=True):
+        if eos_id in ids:
+            raise DataError(f"{text!r:.80} holds the eos {eos_id}: it ends a row, so remove it")
+    rows = [np.array([*ids[: form.most - 1], eos_id], np.int32) for ids in made]
+    cut = sum(len(ids) >= form.most for ids in made)
+    return rows, [np.zeros_like(row) for row in rows], cut
 
 
 def _encodings(tokenizer: Any, texts: Sequence[tuple[str, ...]], as_made: bool) -> Iterator[tuple]:

@@ -19,7 +19,7 @@ from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import LabelTask, get_task, with_labels
 from ffn_heterogeneity.data.labelled import Encoded, Form
 from ffn_heterogeneity.data.sources import DataError, Source, read_each
-from ffn_heterogeneity.evaluate.inputs import ModelSettings, text_rows, tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import ModelSettings, row_form, text_rows, tokenizer_of
 from ffn_heterogeneity.evaluate.label_metrics import task_metrics
 from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.io.files import atomic_path
@@ -257,9 +257,8 @@ def _measured(task: LabelTask, made: np.ndarray, answers: np.ndarray) -> dict[st
 
 def form_of(config: ModelConfig) -> Form:
     """Form of rows; a classifier of another library reads its tokenizer's output unchanged."""
-    foreign = not config.head.settings["task"]
-    pad = config.pad_id if foreign else config.padding_id
-    return Form(config.is_encoder, pad, _longest(config), foreign)
+    task = config.head.settings["task"]
+    return row_form(config, task, _longest(config), foreign=not task)
 
 
 def _longest(config: ModelConfig) -> int:

@@ -8,12 +8,15 @@ from typing import Any, TypeVar
 import numpy as np
 from etils import epath
 
+from ffn_heterogeneity.data.glue import PROMPTS
+from ffn_heterogeneity.data.labelled import Form
 from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.sources import TEXT_SUFFIXES, read_utf8
 from ffn_heterogeneity.data.tasks.base import Example
 from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
 from ffn_heterogeneity.data.windows import document_starts, text_windows, window_documents
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES, RunOptions, choose_dtype
 from ffn_heterogeneity.wording import check_choice, check_numbers, first_line
@@ -153,6 +156,26 @@ class PerplexitySettings(TextSettings):
         """`window_documents` of the first `count` windows."""
         cut = (self.document, self.window, count, self.window_every)
         return window_documents(self.read(), tokenizer_of(model), *cut)
+
+
+def row_form(config: ModelConfig, task: str, most: int, foreign: bool = False) -> Form:
+    """Form in which a classifier reads its rows.
+
+    Args:
+      task: name of its task, for an encoder-decoder's prompt.
+      most: maximum number of tokens.
+      foreign: a classifier of another library reads its tokenizer's output unchanged.
+
+    Raises:
+      ValueError: an encoder-decoder without eos.
+    """
+    pad = config.pad_id if foreign else config.padding_id
+    if config.kind != "encoder_decoder":
+        return Form(config.is_encoder, pad, most, foreign)
+    eos = config.eos_id[0] if isinstance(config.eos_id, tuple) else config.eos_id
+    if eos is None or config.bos_id is None:
+        raise ValueError(f"eos_id={eos}, bos_id={config.bos_id}: a head on both stacks needs them")
+    return Form(False, pad, most, eos_id=eos, prompt=PROMPTS.get(task, ""))
 
 
 def prompt_rows(model: Model, texts: Sequence[str], chat: bool = False) -> list[list[int]]:

@@ -29,12 +29,8 @@ def make_head(config: ModelConfig, head: HeadConfig) -> Head:
     """Make the head that `head` describes, for a model of `config`.
 
     Raises:
-      ValueError: unknown name, or an encoder-decoder.
+      ValueError: unknown name, or a setting that does not fit the model.
     """
-    if config.kind == "encoder_decoder":
-        raise ValueError(
-            f"a {config.family} model is an encoder-decoder: heads need an encoder or a decoder"
-        )
     if head.name not in HEADS:
         way = "import the module that adds it (HEADS in heads/__init__.py)"
         raise ValueError(f"{unknown('head', head.name, tuple(HEADS))}; {way}")

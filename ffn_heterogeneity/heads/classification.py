@@ -7,7 +7,9 @@ h_l is the pooled token's state after block l. Choices that the paper leaves ope
 the sum ("hidden_states", as returned by transformers), or not at all ("none"). For the last layer
 alone the first two are equal. The next layers are those of the family's transformers class,
 regardless of the model's file: BERT's pooler (a dense layer of the head if the model has none),
-RoBERTa's dense and tanh (never a pooler), a decoder's projection without a bias.
+RoBERTa's dense and tanh (never a pooler), a decoder's projection without a bias. An encoder-decoder
+reads the text with both stacks (`context.with_both_sides`); its head is RoBERTa's, on the decoder's
+state at the text's eos, before the output multiplier (transformers' T5; MLP Fusion's Switch).
 """
 
 import dataclasses
@@ -92,11 +94,15 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
     Raises:
       ValueError: an invalid setting.
     """
-    options = settings_of(Classification, settings)
-    roberta = model.is_encoder and family_by_name(model.family).dense
+    options, both = settings_of(Classification, settings), model.kind == "encoder_decoder"
+    if both and options.pooling != "last":
+        name = f"a {model.family} model is an encoder-decoder"
+        raise ValueError(f"{name}: pooling={options.pooling!r} needs one stack; set pooling=last")
+    roberta = both or (model.is_encoder and family_by_name(model.family).dense)
+    deep = both or model.is_encoder  # a dense layer and tanh before the outputs
     dense = roberta or (model.is_encoder and not model.pooler)
     leaves = {"out/kernel": weights("d_model", "outputs", cut=False)}
-    if model.is_encoder:
+    if deep:
         leaves["out/bias"] = Leaf(("outputs",), 0.0, cut=False)
     if dense:
         leaves["dense/kernel"] = weights("d_model", "pooled", cut=False)
@@ -110,9 +116,10 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
         head = params[ROOT]
         if options.pooling == "last":
             x_bd = pooled(outputs["hidden"], batch, model.is_encoder)
+            x_bd = x_bd / model.output_multiplier if both else x_bd
         else:
             x_bd = _summed(model, options, params, outputs["probes"]["pooled"])
-        if model.is_encoder:
+        if deep:
             x_bd = drop(x_bd) if roberta else x_bd
             # (Heads on a RoBERTa with a pooler were once trained without a dense layer.)
             tanh_of = head["dense"] if "dense" in head else params["pooler"]

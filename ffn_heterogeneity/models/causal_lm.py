@@ -19,6 +19,7 @@ from ffn_heterogeneity.models.context import (
     memory_mask,
     row_positions,
     stack_bias,
+    with_both_sides,
 )
 from ffn_heterogeneity.models.experts import JITTER
 from ffn_heterogeneity.models.kept import BLOCK_INPUT, keep
@@ -87,6 +88,7 @@ def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None
     extra = _of_layers(config, probes, per_layer, dropout, nudges)
     seen, memory, given = {}, None, {"probes": probes, "extra": extra, "dropout": dropout}
     if config.kind == "encoder_decoder":
+        batch = with_both_sides(config, batch)
         before = encoder_batch(config, batch)
         x, seen = _run_span(config, params, before, options, "encoder", **given)
         memory = _stack_norm(config, params, "encoder", x)

@@ -71,6 +71,22 @@ def stack_bias(
     return relative_bias(table, batch["positions"], batch["positions"], *known)
 
 
+def with_both_sides(config: ModelConfig, batch: dict) -> dict:
+    """The batch of an encoder-decoder; a classifier's text is read by both stacks (BART's way).
+
+    The decoder's tokens are the encoder's, shifted right after `bos_id`: at the text's last token,
+    its eos, the decoder has seen all the others.
+    """
+    if config.head is None or "encoder_tokens" in batch:
+        return batch
+    tokens = jnp.asarray(batch["tokens"])
+    segments = batch.get("segment_ids", jnp.ones_like(tokens))
+    before, its_segment = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in (tokens, segments))
+    made = {"encoder_tokens": tokens, "encoder_segment_ids": segments}
+    made["tokens"] = jnp.where(its_segment == segments, before, config.bos_id)
+    return batch | made
+
+
 def encoder_batch(config: ModelConfig, batch: dict) -> dict:
     """The part of an encoder-decoder's batch that its encoder reads, under a single stack's names.
 

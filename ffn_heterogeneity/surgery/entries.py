@@ -1,6 +1,7 @@
-"""MLP Fusion's baselines that keep every neuron: truncated SVD and unstructured pruning.
+"""MLP Fusion's baselines that keep every neuron: truncated SVD and masks on single weights.
 
-A method is (blocks, kept share of their weights) -> new blocks under the same `Place`s.
+A method is (blocks, kept share of their weights, model, seed) -> new blocks under the same
+`Place`s.
 """
 
 import math
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.adapters import low_rank
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.leaves import Place
+from ffn_heterogeneity.surgery.ntk_sap import ntk_sap
 
 Blocks = Mapping[Place, dict]
 
 
-def svd(blocks: Blocks, share: float) -> dict[Place, dict]:
+def svd(blocks: Blocks, share: float, model: Model, seed: int) -> dict[Place, dict]:
     """Replace each kernel [n, k] by two trainable factors of rank floor(share n k / (n + k)).
 
     The factors have at most that share of the kernel's parameters; at k = 4 n the rank is the
@@ -34,7 +37,7 @@ def svd(blocks: Blocks, share: float) -> dict[Place, dict]:
     }
 
 
-def unstructured(blocks: Blocks, share: float) -> dict[Place, dict]:
+def unstructured(blocks: Blocks, share: float, model: Model, seed: int) -> dict[Place, dict]:
     """Put a fixed mask on every kernel that keeps the largest weights of all blocks together.
 
     Weights tied at the threshold are all kept; weights that were already masked stay masked.
@@ -58,11 +61,8 @@ def highest_share(values: Sequence[np.ndarray], share: float) -> list[np.ndarray
     return [array >= border for array in values]
 
 
-MASKED = "unstructured"
-ENTRIES: dict[str, Callable[[Blocks, float], dict[Place, dict]]] = {
-    "svd": svd,
-    MASKED: unstructured,
-}
+MASKS = {"unstructured": unstructured, "ntk_sap": ntk_sap}
+ENTRIES: dict[str, Callable[[Blocks, float, Model, int], dict[Place, dict]]] = {"svd": svd, **MASKS}
 
 
 def weights(ffn: Mapping[str, Any]) -> int:

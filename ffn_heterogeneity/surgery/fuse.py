@@ -1,7 +1,7 @@
 """Compression of feed-forward blocks to fewer neurons (MLP Fusion, arXiv 2307.08941).
 
-A method of `METHODS` replaces m neurons by c; those of `entries.ENTRIES` (svd and unstructured)
-remove weights and keep all neurons. A neuron is a row (`neurons.rows_of`):
+A method of `METHODS` replaces m neurons by c; those of `entries.ENTRIES` remove
+weights and keep all neurons. A neuron is a row (`neurons.rows_of`):
 
   fusion   k-means; the centroids, and P = the clusters' sizes as a factor after the activation that
            never trains (section IV-B, equation 9): act(x W1~ + b1~) P W2~ + b2.
@@ -36,7 +36,7 @@ from ffn_heterogeneity.surgery import neurons, states
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.blockwise import compensated
 from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_calibration
-from ffn_heterogeneity.surgery.entries import ENTRIES, MASKED, masked_out, weights
+from ffn_heterogeneity.surgery.entries import ENTRIES, MASKS, masked_out, weights
 from ffn_heterogeneity.surgery.kmeans import cluster
 from ffn_heterogeneity.surgery.mmd import support_points
 from ffn_heterogeneity.surgery.removal import take_neurons
@@ -92,8 +92,8 @@ class Fusion:
     def __post_init__(self):
         check_choice("method", self.method, (*METHODS, *ENTRIES))
         check_choice("skip", self.skip, ("", "massive"))
-        if self.rewind and self.method != MASKED:
-            raise ValueError(f"rewind={self.rewind!r} works only with method={MASKED!r}")
+        if self.rewind and self.method not in MASKS:
+            raise ValueError(f"rewind={self.rewind!r} works only with method={' or '.join(MASKS)}")
         for name in ("spare", "canonical"):
             if getattr(self, name) and self.method in ENTRIES:
                 raise ValueError(f"{name}={getattr(self, name)}: {self.method} keeps every neuron")
@@ -135,9 +135,9 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     every = ffn_blocks(config, jax.tree.map(np.asarray, model.params))
     blocks = {place: ffn for place, ffn in every if place.layer in chosen}
     if asked.method in ENTRIES:
-        allowed = ("mask",) if asked.method == MASKED else ()
+        allowed = ("mask",) if asked.method == "unstructured" else ()
         blocks = {place: neurons.plain(ffn, place.layer, allowed) for place, ffn in blocks.items()}
-        new = ENTRIES[asked.method](blocks, 1 - asked.ratio)
+        new = ENTRIES[asked.method](blocks, 1 - asked.ratio, model, asked.seed)
     else:
         for place in bar(asked.method, blocks, unit="block"):
             spared_here = spared if place == massive else spared[:0]

@@ -1,6 +1,8 @@
 """Choice of layers, of the number of neurons to remove, and of the neurons."""
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -19,12 +21,17 @@ def layer_subset(
         counting from 1, calls even); "pair:i" (layers i and i + 1, Figure 4); "last4"; "3,7,9";
         "4-9"; or a sequence of integers. After the names of groups, each with a colon, these rules
         are about the layers in all these groups, numbered from 0: "encoder:top", "encoder:0-2",
-        "decoder:sparse:last4".
+        "decoder:sparse:last4". Several specifications are joined by "+".
       groups: `ModelConfig.groups`.
 
     Raises:
       ValueError: the specification is not understood, names a layer twice or out of range.
     """
+    if isinstance(spec, str) and "+" in spec:
+        each = [layer_subset(one, n_layers, groups) for one in spec.split("+")]
+        if doubled := [i for i, times in Counter(itertools.chain(*each)).items() if times > 1]:
+            raise ValueError(f"layers={spec!r} names layer {doubled[0]} twice")
+        return tuple(sorted(itertools.chain(*each)))
     pool, rule = list(range(n_layers)), spec
     while isinstance(rule, str) and (name := rule.partition(":")[0].strip()) in groups:
         pool, rule = [i for i in pool if i in groups[name]], rule.partition(":")[2]
@@ -57,7 +64,8 @@ def _parsed(spec: str | Sequence[int], rule: str, count: int) -> list[int]:
     except ValueError:
         raise ValueError(
             f"layers={spec!r} is not understood: use {', '.join(names)}, last4, pair:5, 0,3,7 or "
-            "4-9, also after encoder:, decoder: or sparse: if the model has such layers"
+            "4-9, also after encoder:, decoder: or sparse: if the model has such layers, or "
+            "several joined by +"
         ) from None
 
 

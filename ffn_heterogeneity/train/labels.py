@@ -9,8 +9,9 @@ import numpy as np
 
 from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import LabelTask, get_task
-from ffn_heterogeneity.data.labelled import Batch, Encoded, Form, LabelSettings
+from ffn_heterogeneity.data.labelled import Batch, Encoded, LabelSettings
 from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.evaluate.inputs import row_form
 from ffn_heterogeneity.evaluate.label_metrics import task_metrics
 from ffn_heterogeneity.heads import classification as heads
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
@@ -34,7 +35,7 @@ def labels(config: ObjectiveSettings, model: ModelConfig) -> Objective:
     """
     options, settings = config.own, settings_of(LabelSettings, config.data)
     task = task_of(settings, options)
-    usual = ENCODER_LENGTHS if model.is_encoder else DECODER_LENGTHS
+    usual = DECODER_LENGTHS if model.kind == "decoder" else ENCODER_LENGTHS
     lengths = tuple(options.get("lengths") or usual)
     valid = all(type(length) is int and length >= 4 for length in lengths)
     if not valid or not 0 < len(lengths) <= MOST_LENGTHS:
@@ -120,7 +121,7 @@ def _data(
     if tokenizer is None:
         raise ValueError(f"{config.model} has no tokenizer, so no text can be read: add its files")
     settings, size = settings_of(LabelSettings, config.data), config.batch_size
-    form = Form(model.is_encoder, model.padding_id, max(lengths))
+    form = row_form(model, task.name, max(lengths))
 
     def read(path: str, split: str) -> Encoded:
         source = labelled.open_rows(path or task.hub, split)
@@ -185,6 +186,10 @@ def check_together(
     if together < 1 or micro % together:
         raise ValueError(
             f"together={together} rows: {micro} rows a micro-batch are no multiple of it"
+        )
+    if together > 1 and model.kind == "encoder_decoder":
+        raise ValueError(
+            f"together={together}: an encoder-decoder reads one text a row; set it to 1"
         )
     if together > 1 and places > model.max_position:
         raise ValueError(

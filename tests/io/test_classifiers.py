@@ -19,7 +19,7 @@ from ffn_heterogeneity.models.families import FAMILIES
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.tree import flatten
 
-HEADED = [name for name in FAMILIES if tiny_of(name).kind != "encoder_decoder"]
+HEADED = [name for name, family in FAMILIES.items() if family.classifier]
 
 
 def predicted_logits(model: Model, batch: dict) -> np.ndarray:
@@ -29,8 +29,8 @@ def predicted_logits(model: Model, batch: dict) -> np.ndarray:
 def with_labels(family: str, pooling: str = "last", labels=("no", "yes", "maybe"), **changes):
     """(config, params) of a tiny model with a random head."""
     config = dataclasses.replace(tiny_of(family), vocab_size=258, **changes)
-    if config.is_encoder:
-        config = dataclasses.replace(config, pad_id=1)
+    if config.kind != "decoder":
+        config = dataclasses.replace(config, pad_id=1 if config.is_encoder else 0)
     head = HeadConfig.of(
         "classification",
         {
@@ -54,6 +54,8 @@ def rows_of(config, left: bool = False) -> dict:
     tokens = np.random.default_rng(1).integers(3, config.vocab_size, (3, 9))
     lengths = np.array([[5], [9], [2]])
     mask = np.arange(9) < lengths
+    if config.kind == "encoder_decoder":
+        np.put_along_axis(tokens, lengths - 1, config.eos_id, axis=1)
     if left:
         mask = mask[:, ::-1]
     moved = np.full_like(tokens, config.padding_id)
@@ -85,7 +87,8 @@ def test_the_last_layers_head_is_transformers_own(family, tmp_path, torch):
     made = predicted_logits(back, right)
     # Pooled by the mask, never by a fixed position (transformers #35909, #30004).
     assert np.allclose(predicted_logits(back, left), made, atol=2e-5)
-    for batch in (right,) if config.position_rows else (right, left):  # theirs count places
+    counts = config.position_rows or config.kind == "encoder_decoder"  # theirs count places
+    for batch in (right,) if counts else (right, left):
         ids = torch.tensor(batch["tokens"], dtype=torch.long)
         mask = torch.tensor(batch["segment_ids"])
         with torch.no_grad():

@@ -135,7 +135,7 @@ def test_what_is_counted_is_what_is_kept(method):
 
 
 @pytest.mark.usefixtures("compiled_quickly")
-@pytest.mark.parametrize("method", ["fusion", "mmd", "svd", "unstructured"])
+@pytest.mark.parametrize("method", ["fusion", "mmd", "svd", "unstructured", "ntk_sap"])
 def test_what_is_compressed_trains_on_and_p_and_masks_stay(method, tmp_path):
     """Training from the written directory, as another run reads it."""
     (tmp_path / "text.txt").write_text(TEXT)
@@ -149,5 +149,10 @@ def test_what_is_compressed_trains_on_and_p_and_masks_stay(method, tmp_path):
     before, after = (flatten(unstack(model.params)) for model in made)
     assert before.keys() == after.keys()
     still = {path.split("/")[-1] for path in before if np.array_equal(before[path], after[path])}
-    fixed = {"fusion": "neuron_scale", "mmd": "neuron_scale", "unstructured": "mask"}
+    fixed = {
+        "fusion": "neuron_scale",
+        "mmd": "neuron_scale",
+        "unstructured": "mask",
+        "ntk_sap": "mask",
+    }
     assert still == ({fixed[method]} if method in fixed else set())

@@ -205,7 +205,9 @@ def test_layer_subsets():
     assert layer_subset("decoder:0,5", 10, groups) == (4, 9)
     assert layer_subset("decoder:sparse:last2", 10, groups) == (7, 9)
     assert layer_subset("sparse:even", 10, groups) == (1, 5, 9)
+    assert layer_subset("decoder:sparse:last1+encoder:0", 10, groups) == (0, 9)
     for spec, words in (
+        ("encoder:0+sparse:0+1", "names layer 1 twice"),
         ("encoder:4", "layer 4 is out of range, the model has layers 0 to 3 there"),
         ("last6", "out of range"),
         ("encoder:decoder:all", "names no layer"),

@@ -258,7 +258,10 @@ def test_bad_teachers_and_rewinds_are_refused(files, tmp_path):
     refused("'layerwise' needs a teacher", value_of, few, batch_of(few.config))
     refused("states='blocks'", layerwise_term, TermContext("layerwise"), states="blocks")
     for settings, words in (
-        ({"method": "fusion", "rewind": "x"}, "rewind='x' works only with method='unstructured'"),
+        (
+            {"method": "fusion", "rewind": "x"},
+            "rewind='x' works only with method=unstructured or ntk_sap",
+        ),
         ({"method": "unstructured", "rewind": str(files / "llama")}, "a model of another shape"),
     ):
         refused(words, SURGERIES["fuse"], dense, settings)

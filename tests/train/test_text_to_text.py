@@ -9,11 +9,11 @@ from tiny_models import byte_tokenizer, config_of, random_params, stopped_and_re
 from tiny_runs import refused
 
 import ffn_heterogeneity as fh
+from ffn_heterogeneity.data.glue import PROMPTS
 from ffn_heterogeneity.data.pipeline import make_pipeline
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks import get_task
 from ffn_heterogeneity.data.tasks.base import Fields
-from ffn_heterogeneity.data.tasks.glue import PROMPTS
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.metrics import read_metrics

@@ -10,13 +10,6 @@ from ffn_heterogeneity.data import glue
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import Example, Fields, Task
 
-PROMPTS = {
-    "sst2": "sentence: {}",
-    "mnli": "premise: {}\nhypothesis: {}",
-    "cola": "cola sentence: {}",
-    "mrpc": "mrpc sentence1: {}\nsentence2: {}",
-}
-
 
 def _task(name: str) -> Task:
     known = glue.TASKS[name]
@@ -25,9 +18,9 @@ def _task(name: str) -> Task:
         if any(fields):
             raise DataError(f"task glue_{name} reads fixed fields: leave prompt_field empty")
         label = known.labels[int(known.target(record))]
-        return Example(PROMPTS[name].format(*known.texts(record)) + "\n", label)
+        return Example(glue.PROMPTS[name].format(*known.texts(record)) + "\n", label)
 
     return Task(f"glue_{name}", example, hub=known.hub, metrics=("accuracy",))
 
 
-TASKS = tuple(map(_task, PROMPTS))
+TASKS = tuple(map(_task, glue.PROMPTS))

@@ -5,6 +5,7 @@ plain model, and the model card shows PyTorch code that computes them (`torch_fa
 """
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -27,8 +28,14 @@ def is_published(config: ModelConfig, export: str = "auto") -> bool:
     Raises:
       CheckpointError: export="classifier", but the model has no such head.
     """
-    head = config.head
+    head, written = config.head, family_by_name(config.family).classifier
     fits = head is not None and head.name == NAME and head.settings["pooling"] == "last"
+    if fits and not written:
+        if export == "classifier":
+            raise CheckpointError(
+                f"export='classifier': transformers has no {CLASS} of {config.family}; use auto"
+            )
+        return False
     if export == "classifier" and not fits:
         what = "no head" if head is None else f"the head {head.name!r}"
         if head is not None and head.name == NAME:
@@ -66,7 +73,7 @@ def parts_of_class(
 
 def class_of(family: Family) -> str:
     """Name of the family's class."""
-    stem = family.architecture.removesuffix("Model").removesuffix("ForCausalLM")
+    stem = re.sub("(Model|ForCausalLM|ForConditionalGeneration)$", "", family.architecture)
     return f"{family.classifier_stem or stem}{CLASS}"
 
 
@@ -111,7 +118,8 @@ def is_class(values: Mapping[str, Any], family: Family, names: Collection[str]) 
     """
     if architectures := values.get("architectures"):
         return any(str(name).endswith(CLASS) for name in architectures)
-    return {*family.classifier.values()} <= {*names}
+    tensors = {*family.classifier.values()}
+    return bool(tensors) and tensors <= {*names}
 
 
 def read_head(values: Mapping[str, Any]) -> HeadConfig:
@@ -149,6 +157,8 @@ def torch_facts(config: ModelConfig) -> dict[str, Any]:
     """
     head = config.head
     if head is None or head.name != NAME or head.settings["pooling"] == "scalar_mix":
+        return {}
+    if config.kind == "encoder_decoder":  # its class reads such rows, or there is none
         return {}
     pooling, norm = head.settings["pooling"], head.settings["final_norm"]
     if pooling == "last" and (config.is_encoder or not head.settings["task"]):

@@ -77,7 +77,7 @@ class Family:
         expert, of the names in `rules` of equal parts of its rows}, as transformers 5 stacks them.
       conv1d: kernels are stored [in, out], as in transformers' Conv1D.
       prefix, classifier: prefix of the model's tensors in a classifier's file, and the tensors of
-        its head by leaf (io/hf/classifiers.py).
+        its head by leaf (io/hf/classifiers.py); {}: transformers has no such class.
       classifier_stem: stem of the classifier's class, if it differs from the architecture's.
       torch_final_norm: name of the final norm in transformers' model.
       gguf_rules, gguf_transform: the `Rule`s of a GGUF file, and `(config, path, float32 leaf) ->

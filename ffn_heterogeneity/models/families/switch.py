@@ -132,4 +132,5 @@ FAMILY = dataclasses.replace(
     from_hf=from_hf,
     to_hf=to_hf,
     by_tensors=None,
+    classifier={},
 )

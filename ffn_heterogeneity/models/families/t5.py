@@ -49,13 +49,11 @@ def model(
       ffn: "relu" | "gated-gelu" | ..., config.json's `feed_forward_proj`.
       scaled: whether the head's input is divided by sqrt(d_model).
     """
-    kind, activation = _FFN[ffn]
-    alone = encoder == len(widths)
+    (kind, activation), alone = _FFN[ffn], encoder == len(widths)
     layers = tuple(
         LayerConfig(width, kind, rope=None, causal=i >= encoder, cross_attention=i >= encoder)
         for i, width in enumerate(widths)
     )
-    scaled = scaled and not alone
     return ModelConfig(
         "t5",
         layers=layers,
@@ -63,7 +61,7 @@ def model(
         positions="relative",
         n_encoder_layers=0 if alone else encoder,
         lm_head=not alone,
-        output_multiplier=fields["d_model"] ** -0.5 if scaled else 1.0,
+        output_multiplier=fields["d_model"] ** -0.5 if scaled and not alone else 1.0,
     )
 
 
@@ -147,4 +145,6 @@ FAMILY = common.Family(
     own_name=t5_names.own_name,
     by_tensors=t5_names.by_tensors,
     width_key="d_ff",
+    prefix="transformer.",
+    classifier=t5_names.CLASSIFIER,
 )

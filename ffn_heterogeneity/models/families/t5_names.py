@@ -22,6 +22,12 @@ _FFN: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
 }
+# Of transformers' T5ForSequenceClassification.
+CLASSIFIER = {
+    f"{module}/{ours}": f"classification_head.{stored}.{theirs}"
+    for module, stored in (("dense", "dense"), ("out", "out_proj"))
+    for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
+}
 _TOP = {"embed/embedding": "shared", "head/kernel": "lm_head"}
 
 
