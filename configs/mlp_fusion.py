@@ -58,25 +58,25 @@ def get_config(argument: str = "sentence-transformers/all-MiniLM-L6-v2,sst2,fusi
     if method == LTH:
         for i in range(1, ROUNDS + 1):
             overrides = {"epochs": 1 / ROUNDS, "export": {"weights": "last"}}
-            _stage(config, f"round_{i}", _training(config, task) | overrides)
-            masked = _compression(config, "unstructured") | {"rewind": model}
+            stage(config, f"round_{i}", training(config, task) | overrides)
+            masked = compression(config, "unstructured") | {"rewind": model}
             # As many of those that are left go in each round.
             masked["ratio"] = 1 - (1 - config.get_ref("ratio")) ** (i / ROUNDS)
-            _stage(config, f"mask_{i}", masked)
+            stage(config, f"mask_{i}", masked)
     elif method != WHOLE:
-        _stage(config, "compress", _compression(config, method))
+        stage(config, "compress", compression(config, method))
     if tuned:
-        _stage(config, "tune", _tuning(config, task))
-    _stage(config, "finetune", _training(config, task))
+        stage(config, "tune", tuning(config, task))
+    stage(config, "finetune", training(config, task))
     return config
 
 
-def _stage(config: ConfigDict, name: str, group: dict) -> None:
+def stage(config: ConfigDict, name: str, group: dict) -> None:
     config.stages = (*config.stages, name)
     config[name] = group
 
 
-def _compression(config: ConfigDict, method: str) -> dict:
+def compression(config: ConfigDict, method: str) -> dict:
     group = {
         "kind": "surgery",  # train | surgery | evaluate
         "base": "fuse",  # the config that it starts from
@@ -86,7 +86,7 @@ def _compression(config: ConfigDict, method: str) -> dict:
     return group | {key: config.get_ref(key) for key in ("layers", "ratio", "seed")}
 
 
-def _training(config: ConfigDict, task: str) -> dict:
+def training(config: ConfigDict, task: str) -> dict:
     data = {key: config.data.get_ref(key) for key in ("path", "validation_path")}
     group = {
         "kind": "train",
@@ -108,9 +108,9 @@ def _training(config: ConfigDict, task: str) -> dict:
     return group | {key: config.get_ref(key) for key in ("seed", "lengths")}
 
 
-def _tuning(config: ConfigDict, task: str) -> dict:
+def tuning(config: ConfigDict, task: str) -> dict:
     """Tune the compressed blocks towards the dense model's states, at a constant learning rate."""
-    group = _training(config, task)
+    group = training(config, task)
     loss = "regression" if task in p32_glue.REGRESSIONS else "classification"
     off = {"weight": placeholder(float)}  # None: it is not built
     group["optimizer"] |= {"schedule": "constant", "warmup_steps": 0.0, "weight_decay": 0.0}

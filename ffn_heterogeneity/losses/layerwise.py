@@ -7,6 +7,7 @@ uncompressed blocks, under the root `teacher/` (`surgery.teacher`), without drop
 gradient. The paper sums over layers; padding does not count (it does in the authors' code).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +74,13 @@ def layerwise_term(
 
             return jax.grad(loss)(jnp.zeros(taught.shape, taught.dtype))
 
-        taught, real = teaching(teacher, batch, probes=(shown,))["probes"]["taught"]
+        seen = teaching(teacher, batch, probes=(shown,))["probes"]["taught"]
+        if config.kind == "encoder_decoder":  # each stack has rows of its own
+            if states == GRADIENT:
+                raise ValueError(f"states={GRADIENT!r} supports no {config.family}: use block")
+            taught = {stack: states_lbtd for stack, (states_lbtd, _) in seen.items()}
+            return {"layerwise": jax.lax.stop_gradient(taught)}
+        taught, real = seen
         if states == GRADIENT:
             wanted = jax.lax.stop_gradient(gradients(teacher, teaching))
             squares = jnp.where(real[..., None], wanted, 0) ** 2 / wanted.shape[3]
@@ -121,11 +128,14 @@ def teacher_of(config: ModelConfig | None, params: dict) -> tuple[ModelConfig, d
     """
     if config is None or TEACHER not in params:
         raise ValueError("loss 'layerwise' needs a teacher: config.prepare=(.., 'teacher')")
-    teacher_params, widths = params, list(config.ffn_widths)
+    teacher_params, layers = params, list(config.layers)
     for slot in slots(params):
         taught = subtree(params[TEACHER], f"{slot.path}/ffn")
         if taught is not None:
             teacher_params = replaced(teacher_params, f"{slot.path}/ffn", taught)
-            for layer in slot.layers:
-                widths[layer] = taught["down"]["kernel"].shape[-2]
-    return config.with_widths(widths), teacher_params
+            changes: dict[str, Any] = {"ffn_width": taught["down"]["kernel"].shape[-2]}
+            if "router" in taught:
+                changes |= {"experts": taught["down"]["kernel"].shape[-3], "routes": None}
+            for i in slot.layers:
+                layers[i] = dataclasses.replace(layers[i], **changes)
+    return dataclasses.replace(config, layers=tuple(layers)), teacher_params

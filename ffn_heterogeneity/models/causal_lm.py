@@ -88,7 +88,8 @@ def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None
     extra = _of_layers(config, probes, per_layer, dropout, nudges)
     seen, memory, given = {}, None, {"probes": probes, "extra": extra, "dropout": dropout}
     if config.kind == "encoder_decoder":
-        batch = with_both_sides(config, batch)
+        if config.head is not None and "encoder_tokens" not in batch:
+            batch = with_both_sides(config, batch)
         before = encoder_batch(config, batch)
         x, seen = _run_span(config, params, before, options, "encoder", **given)
         memory = _stack_norm(config, params, "encoder", x)
@@ -130,6 +131,7 @@ def _joined(probes: tuple, encoder: dict, decoder: dict) -> dict:
 def _run_span(config, params, batch, options, stack, *, probes, extra, dropout, memory=None):
     """(residual stream after the layers of one stack, results of the probes)."""
     tokens, span = batch["tokens"], config.stacks[stack]
+    extra = _of_stack(extra, stack, span) if len(config.stacks) > 1 else extra
     positions = row_positions(batch) if config.position_rows else None
     x = embed(config, params, tokens, options, positions, batch.get("token_types"))
     if config.position_rows and dropout is not None and dropout[1] is not None:
@@ -175,6 +177,20 @@ def _run_span(config, params, batch, options, stack, *, probes, extra, dropout, 
     how = {"per_layer": extra, "remat": options.remat, "unroll": options.unroll, "span": span}
     (x, link), seen = run_stack(config, params["stack"], (x, link), run_layer, **how)
     return end_link(x, link, seen) if with_cosine else (x, seen)
+
+
+def _of_stack(extra: dict, stack: str, span: tuple[int, int]) -> dict:
+    """[L, ...] leaves of one stack; a probe's, whose rows may be unlike, are already by stack."""
+
+    def cut(leaf: Any) -> Any:
+        return leaf[slice(*span)]
+
+    probes = {
+        name: tree[stack] if isinstance(tree, dict) and stack in tree else jax.tree.map(cut, tree)
+        for name, tree in extra["probes"].items()
+    }
+    rest = {name: jax.tree.map(cut, tree) for name, tree in extra.items() if name != "probes"}
+    return rest | {"probes": probes}
 
 
 def _stack_norm(config: ModelConfig, params: dict, stack: str, x_btd: jax.Array) -> Any:

@@ -72,13 +72,11 @@ def stack_bias(
 
 
 def with_both_sides(config: ModelConfig, batch: dict) -> dict:
-    """The batch of an encoder-decoder; a classifier's text is read by both stacks (BART's way).
+    """The batch of an encoder-decoder whose two stacks read one text, `tokens` (BART's way).
 
     The decoder's tokens are the encoder's, shifted right after `bos_id`: at the text's last token,
     its eos, the decoder has seen all the others.
     """
-    if config.head is None or "encoder_tokens" in batch:
-        return batch
     tokens = jnp.asarray(batch["tokens"])
     segments = batch.get("segment_ids", jnp.ones_like(tokens))
     before, its_segment = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in (tokens, segments))

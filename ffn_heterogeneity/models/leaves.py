@@ -231,7 +231,8 @@ def declared(config: ModelConfig, tree: Any) -> dict[str, Leaf]:
     """Return {path: declaration} of every leaf of a tree, stacked or not, with adapters and heads.
 
     The meaning of an adapter's axes depends on its kernel; the first axis of a stacked leaf is
-    "layer". A second model in the tree (a teacher) may have other shapes, without experts.
+    "layer". A second model in the tree (a teacher) may have other shapes; experts, where this model
+    has some.
 
     Raises:
       LeafError: an undeclared leaf, or one with another number of axes.
@@ -243,11 +244,15 @@ def declared(config: ModelConfig, tree: Any) -> dict[str, Leaf]:
     for slot in slots(tree):
         known = declared_at(config, Place(slot.layers[0], None, ""), slot.tree, slot.stacked)
         by_path |= {f"{slot.path}/{path}": leaf for path, leaf in known.items()}
+    layers = {slot.path: config.layers[slot.layers[0]] for slot in slots(tree)}
     for root in AUXILIARY:
-        other = _any() if root in tree else {}
-        for path, leaf in flatten(tree.get(root, {})).items():
+        other, leaves = _any() if root in tree else {}, flatten(tree.get(root, {}))
+        for path, leaf in leaves.items():
             place = re.match(r"(layers/\d+|(stack)/segment_\d+/slot_\d+)/", path)
-            known = find(other, path[place.end() :] if place else path)
+            table = other
+            if place and any(name.startswith(f"{place[0]}ffn/router/") for name in leaves):
+                table = dict(inner_leaves(config, layers[place[1]]))
+            known = find(table, path[place.end() :] if place else path)
             lead = ("layer",) if place and place[2] else ()
             known = known and known.of(axes=(*lead, *known.axes))
             by_path[f"{root}/{path}"] = _fitting(f"{root}/{path}", leaf, known)

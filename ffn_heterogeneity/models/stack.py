@@ -225,11 +225,12 @@ def check_stack(config: ModelConfig, stack: dict) -> tuple[Segment, ...]:
     return segments
 
 
-def per_layer_slices(tree: Any, segment: Segment) -> Any:
-    """[L, ...] leaves -> this segment's [r, P, ...]."""
+def per_layer_slices(tree: Any, segment: Segment, first: int = 0) -> Any:
+    """Leaves of the layers from `first` on, [L, ...] -> this segment's [r, P, ...]."""
 
     def cut(leaf):
-        rows = leaf[segment.start : segment.start + segment.repeats * segment.slots]
+        start = segment.start - first
+        rows = leaf[start : start + segment.repeats * segment.slots]
         return rows.reshape(segment.repeats, segment.slots, *leaf.shape[1:])
 
     return jax.tree.map(cut, tree)
@@ -252,7 +253,7 @@ def run_stack(
       run_layer: (layer index for static facts, layer params, x, this layer's slice of `per_layer`)
         -> (x, small tree). The index is that of the pattern's first occurrence, which repeats
         share: values that differ between repeats must be in `per_layer`.
-      per_layer: tree of [L, ...] leaves sliced into the scan.
+      per_layer: tree of [L, ...] leaves, of the layers that run, sliced into the scan.
       remat: a name of `REMAT_POLICIES`, applied to each layer.
       unroll: as in `lax.scan`; True unrolls each segment completely.
       span: (the first layer, the layer behind the last) of whole segments; None: all layers.
@@ -280,9 +281,8 @@ def run_stack(
                 seen.append(small)
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
 
-        x, small = jax.lax.scan(
-            body, x, (segment_params, per_layer_slices(per_layer, segment)), unroll=unroll
-        )
+        slices = per_layer_slices(per_layer, segment, first)
+        x, small = jax.lax.scan(body, x, (segment_params, slices), unroll=unroll)
         # [r, P, ...] -> [r * P, ...]: layer order.
         collected.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), small))
     return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *collected)

@@ -90,6 +90,26 @@ def _chosen(seen: Any) -> jax.Array:
 
 
 @functools.cache
+def similarity_probe(columns: int) -> Probe:
+    """The probe "similarity": inner products of the columns' logits over tokens, [L, columns^2].
+
+    Args:
+      columns: as in `routing_probe`.
+    """
+
+    def function(seen: Any, batch: dict, per_layer: Any) -> jax.Array:
+        if seen.routing is None:
+            return jnp.zeros((columns, columns))
+        logits_btr = seen.routing.logits
+        real_bt = counted_tokens(batch, logits_btr.shape[:2])["all"]
+        logits_btr = jnp.where(real_bt[..., None], logits_btr, 0)
+        products = jnp.einsum("btr,bts->rs", logits_btr, logits_btr)
+        return jnp.pad(products, (0, columns - products.shape[0]))
+
+    return Probe("similarity", function)
+
+
+@functools.cache
 def first_token_probe(columns: int) -> Probe:
     """The router's probabilities for each row's first token, float32 [B, columns].
 

@@ -55,7 +55,8 @@ def calibration_rows(
 ) -> Sequence[np.ndarray]:
     """Return rows of token ids, each bos and at most 512 tokens, with `tokens` tokens in all.
 
-    An encoder's rows have its first and last special token ([CLS], [SEP]) and fit its positions.
+    An encoder's rows have its first and last special token ([CLS], [SEP]) and fit its positions; an
+    encoder-decoder's end with eos, and have no bos.
 
     Args:
       calibration: a UTF-8 text file; "own" for self-generated text (`own_text.own_rows`); or a
@@ -73,7 +74,7 @@ def calibration_rows(
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer to read the calibration text with")
     windows, rest = divmod(tokens or TOKENS, WINDOW)
-    if model.config.is_encoder:
+    if model.config.kind != "decoder":
         return _encoder_rows(model, calibration, tokens or TOKENS)
     if rest:
         raise ValueError(f"calibration_tokens={tokens}: expected a multiple of {WINDOW}")
@@ -88,14 +89,15 @@ def _encoder_rows(model: Model, path: str, tokens: int) -> list[np.ndarray]:
     tokenizer = model.tokenizer
     first = tokenizer.bos_token_id if tokenizer.cls_token_id is None else tokenizer.cls_token_id
     last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
-    if first is None or last is None:
+    both = model.config.kind == "encoder_decoder"
+    if last is None or (first is None and not both):
         raise ValueError(f"{model.source}: its tokenizer has no first and last special token")
     ids = np.asarray(encode(tokenizer, read_utf8(path)), np.int32)[:tokens]
     if len(ids) < tokens:
         raise ValueError(f"{path}: {len(ids):,} tokens, {tokens:,} are needed")
     window = min(WINDOW, model.config.row_limit - 2)
     parts = (ids[start : start + window] for start in range(0, tokens, window))
-    return [np.asarray([first, *part, last], np.int32) for part in parts]
+    return [np.asarray([*[first] * (not both), *part, last], np.int32) for part in parts]
 
 
 def write_rows(path: Path, rows: Sequence[np.ndarray]) -> None:

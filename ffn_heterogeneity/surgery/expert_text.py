@@ -1,7 +1,8 @@
-"""Experts on calibration text, layer after layer, for surgeries that merge them.
+"""Experts on calibration text, for surgeries that merge them.
 
-`observe` is not used: it would hold all experts' states of all layers at once, and could not run a
-layer on top of the merged one before it.
+`routers_on` observes the whole model. `ExpertText` goes layer after layer: otherwise all experts'
+states of all layers would be in memory at once, and no layer could run on top of the merged one
+before it.
 """
 
 import dataclasses
@@ -16,12 +17,14 @@ import numpy as np
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.context import with_both_sides
 from ffn_heterogeneity.models.experts import Experts, Rows
 from ffn_heterogeneity.probes.experts import expert_probe
-from ffn_heterogeneity.probes.observe import token_batches
+from ffn_heterogeneity.probes.observe import observe, token_batches
+from ffn_heterogeneity.probes.routing import routing_probe, similarity_probe
 from ffn_heterogeneity.surgery.blockwise import embedded, one_layer
 
-ROWS = 8  # per batch; 1 if every expert is applied to every token
+ROWS = 8  # per batch
 
 
 class Seen(NamedTuple):
@@ -33,8 +36,8 @@ class Seen(NamedTuple):
       scores: REAP's: the mean over those tokens of gate x |output|, [R]; 0 without tokens.
       logits: inner products of the columns' logits, [R, R].
       outputs: inner products of p_r(x) E_r(x), every expert applied to every token, p the softmax;
-        [R, R], or None if not asked for.
-      states: h of every expert for every token, float32 [R, tokens, m], or None.
+        [R, R]; None from `routers_on`.
+      states: h of every expert for every token, float32 [R, tokens, m]; None from `routers_on`.
     """
 
     tokens: int
@@ -61,18 +64,53 @@ class Everywhere(NamedTuple):
     outputs: jax.Array
 
 
+def routers_on(model: Model, rows: Sequence[np.ndarray]) -> dict[int, Seen]:
+    """{layer with experts: what the whole model does on a text}, in one pass.
+
+    Both stacks of an encoder-decoder read the text (`context.with_both_sides`) [ours].
+    """
+    config = model.config
+    sparse = [i for i, layer in enumerate(config.layers) if layer.experts is not None]
+    columns, experts = (
+        max(getattr(config.layers[i], name) for i in sparse) for name in ("columns", "experts")
+    )
+    batches = token_batches(rows, ROWS, progress="text")
+    if config.kind == "encoder_decoder":
+        batches = (with_both_sides(config, batch) for batch in batches)
+    used = expert_probe(experts, max(config.ffn_widths))
+    found = observe(
+        config, model.params, batches, routing_probe(columns), similarity_probe(columns), used
+    )
+    seen = {}
+    for i in sparse:
+        layer = config.layers[i]
+        sent, gated = (found["experts"][name][i] for name in ("tokens", "gated"))
+        scores = np.divide(gated, sent, out=np.zeros_like(sent), where=sent > 0)
+        logits = found["similarity"][i][: layer.columns, : layer.columns]
+        _check_finite(i, scores, logits)
+        usage = found["routing"]["chosen"][i][: layer.columns]  # beyond the capacity, too
+        tokens = int(found["routing"]["count"][i])
+        seen[i] = Seen(tokens, usage, scores[layer.shared : layer.experts], logits)
+    return seen
+
+
+def _check_finite(layer: int, *values: np.ndarray) -> None:
+    if not all(np.isfinite(value).all() for value in values):
+        raise ValueError(f"layer {layer}: its states are not finite: check the checkpoint")
+
+
 class ExpertText:
     """The residual streams of a text before one layer, moved on layer by layer.
 
     Args:
       rows: token ids, of any lengths.
-      every: also apply every expert to every token (`Seen.outputs`, `Seen.states`).
+      size: rows per batch; every expert is applied to all their tokens.
     """
 
-    def __init__(self, model: Model, rows: Sequence[np.ndarray], every: bool = False):
+    def __init__(self, model: Model, rows: Sequence[np.ndarray], size: int = ROWS):
         causal_lm.require_one_stack(model.config, "merging and comparing experts on text")
-        self._config, self._every = model.config, every
-        self._batches = list(token_batches(rows, 1 if every else ROWS))
+        self._config = model.config
+        self._batches = list(token_batches(rows, size))
         tables = {"embed": jax.device_put(model.params["embed"])}
         self._streams = [embedded(model.config, tables, batch) for batch in self._batches]
 
@@ -85,21 +123,17 @@ class ExpertText:
         config, sums, states = self._one(self._config.layers[layer]), {}, []
         shared, leaves = config.layers[0].shared, jax.device_put(leaves)
         for x, batch in zip(self._streams, self._batches, strict=True):
-            for name, value in _observed(config, self._every, leaves, x, batch).items():
+            for name, value in _observed(config, leaves, x, batch).items():
                 if name == "states":
                     real = batch["segment_ids"].reshape(-1) > 0
                     states.append(np.asarray(value)[shared:, real])
                 else:
                     sums[name] = sums.get(name, 0) + np.asarray(value, np.float64)
-        if not all(np.isfinite(value).all() for value in sums.values()):
-            raise ValueError(f"layer {layer}: its states are not finite: check the checkpoint")
+        _check_finite(layer, *sums.values())
         usage, gated = sums["tokens"][shared:], sums["gated"][shared:]
         scores = np.divide(gated, usage, out=np.zeros_like(usage), where=usage > 0)
-        seen = Seen(int(sums["count"]), usage, scores, sums["logits"])
-        if not self._every:
-            return seen
-        outputs = sums["outputs"][shared:, shared:]
-        return seen._replace(outputs=outputs, states=np.concatenate(states, axis=1))
+        outputs, every = sums["outputs"][shared:, shared:], np.concatenate(states, axis=1)
+        return Seen(int(sums["count"]), usage, scores, sums["logits"], outputs, every)
 
     def everywhere(self, layer: int, leaves: dict) -> Iterator[Everywhere]:
         """Apply all experts of a layer to the tokens of each batch, padding excluded."""
@@ -123,10 +157,8 @@ class ExpertText:
         return dataclasses.replace(self._config, layers=(layer,))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _observed(
-    config: ModelConfig, every: bool, leaves: dict, x: jax.Array, batch: dict
-) -> dict[str, jax.Array]:
+@functools.partial(jax.jit, static_argnums=0)
+def _observed(config: ModelConfig, leaves: dict, x: jax.Array, batch: dict) -> dict[str, jax.Array]:
     """Sums of one layer, by stored expert; see `Seen`."""
     layer = config.layers[0]
     _, seen = causal_lm.one_layer(config, 0, leaves, x, batch)
@@ -135,12 +167,11 @@ def _observed(
     logits = jnp.where(real[:, None], seen.routing.logits.reshape(-1, layer.columns), 0)
     found = {"tokens": sums["tokens"], "gated": sums["gated"], "count": jnp.sum(real)}
     found["logits"] = logits.T @ logits
-    if every:
-        rows = _every_row(config, leaves, seen.ffn_input)
-        gated = jnp.where(real[rows.tokens], rows.gates, 0)[:, None] * rows.outputs
-        outputs = _by_expert(layer, rows, gated, len(real))
-        found["outputs"] = jnp.einsum("rnd,snd->rs", outputs, outputs)
-        found["states"] = _by_expert(layer, rows, rows.states, len(real))
+    rows = _every_row(config, leaves, seen.ffn_input)
+    gated = jnp.where(real[rows.tokens], rows.gates, 0)[:, None] * rows.outputs
+    outputs = _by_expert(layer, rows, gated, len(real))
+    found["outputs"] = jnp.einsum("rnd,snd->rs", outputs, outputs)
+    found["states"] = _by_expert(layer, rows, rows.states, len(real))
     return found
 
 

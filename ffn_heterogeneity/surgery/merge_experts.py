@@ -48,7 +48,7 @@ from ffn_heterogeneity.surgery import alignment
 from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_text
 from ffn_heterogeneity.surgery.entries import highest_share
 from ffn_heterogeneity.surgery.expert_groups import m_smoe_groups, ream_groups
-from ffn_heterogeneity.surgery.expert_text import ExpertText, Seen
+from ffn_heterogeneity.surgery.expert_text import ExpertText, Seen, routers_on
 from ffn_heterogeneity.surgery.selection import layer_subset, removal_count
 from ffn_heterogeneity.tree import flatten
 from ffn_heterogeneity.wording import check_choice, check_number, settings_of
@@ -139,18 +139,18 @@ def merge_experts(model: Model, settings: Mapping[str, Any] | Merging, data=None
     else:
         rows = calibration_rows(model, asked.calibration, asked.calibration_tokens, asked.seed)
         report |= {"own_rows": rows} if asked.calibration == OWN else {}
-        text = ExpertText(model, rows, every=asked.method == "ream")
+        ream = asked.method == "ream"
+        text = ExpertText(model, rows, size=1) if ream else None
+        routers = {} if ream else routers_on(model, rows)
         for i in bar(asked.method, range(max(chosen) + 1), unit="layer"):
             old = layers[i]
             if i in chosen:
-                seen = text.seen(i, old)
+                seen = text.seen(i, old) if text else routers[i]
                 configs[i], ffn, facts = _merged(config, i, old["ffn"], seen, asked)
                 layers[i] = {**old, "ffn": ffn}
                 reports.append(facts)
-            if asked.method == "ream":  # the next layers see the merged one
+            if text:  # the next layers see the merged one
                 text.move(configs[i], layers[i])
-            else:
-                text.move(config.layers[i], old)
     after = dataclasses.replace(config, layers=tuple(configs))
     smaller = dataclasses.replace(
         model, config=after, params=restack(after, {**tree, "layers": layers})

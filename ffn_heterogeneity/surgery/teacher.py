@@ -16,13 +16,13 @@ from ffn_heterogeneity.wording import settings_of
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """Settings of `insert_teacher`; `model`: the dense model, a directory or a hub id."""
+    """Settings of `insert_teacher`; `model`: as before compression, a directory or a hub id."""
 
     model: str = ""
 
 
 def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=None, key=None):
-    """Add, under `teacher/`, the dense model's FFNs of the layers whose FFN differs.
+    """Add, under `teacher/`, the uncompressed model's FFNs of the layers whose FFN differs.
 
     Teacher and student share all other weights, so the teacher needs memory only for those blocks.
     Also runs under `jax.eval_shape`. Use it after surgeries that change which layers are stacked.
@@ -31,8 +31,8 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
       (the model, {"layers" with a teacher, from 0}).
 
     Raises:
-      ValueError: the models differ in depth or outside their FFNs, all FFNs are equal, or those of
-        the teacher are experts.
+      ValueError: the models differ in depth or outside their FFNs, all FFNs are equal, or only the
+        teacher's are experts.
     """
     asked = settings_of(Teacher, settings)
     if not asked.model:
@@ -54,10 +54,11 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
     other = [i for i, (a, b) in enumerate(zip(taught, layers, strict=True)) if not _same(a, b)]
     if not other:
         raise ValueError(f"teacher.model={asked.model} has the same FFNs: nothing to distill")
-    if sparse := [layer for layer in other if config.layers[layer].experts is not None]:
+    sparse = [i for i in other if config.layers[i].experts is not None]
+    if dense := [i for i in sparse if model.config.layers[i].experts is None]:
         raise ValueError(
-            f"teacher.model={asked.model}: layer {sparse[0]} (from 0) has experts; a teacher must "
-            "be dense: train without it and without the loss layerwise"
+            f"teacher.model={asked.model}: layer {dense[0]} (from 0) has experts, and this model's "
+            "is dense: train without it and without the loss layerwise"
         )
     leaves = {}
     for slot in slots(model.params):
