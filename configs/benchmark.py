@@ -3,6 +3,8 @@
 Command:   python scripts/benchmark.py nucl | nll | model [--config.peer=transformers] | streaming
            python scripts/benchmark.py fusion --config.model=minilm_l6 --config.batch=32 \
              --config.seq_len=128
+           python scripts/benchmark.py fusion --config.model=switch_base_16 --config.batch=4 \
+             --config.seq_len=100 --config.optimizer=sgd --config.methods="('fusion',)"
            python scripts/benchmark.py model --config.calls="('train step','train step + JREG')"
            python scripts/benchmark.py steps --config.batch=8 --config.seq_len=128 \
              --config.configs="('configs/five.py:<model>,mrpc', ...:<model>,mrpc,fuse,dora')"
@@ -30,6 +32,10 @@ def get_config() -> ConfigDict:
             # Of model, fusion, streaming: a preset (random weights).
             "model": "smollm2_135m",
             "calls": CALLS,  # of model: what is timed
+            # Of fusion: LoRA | mlp_lora | fusion | structured | svd | unstructured; (): all but
+            # mlp_lora, which trains all that is no MLP's kernel. And the optimizer of its steps.
+            "methods": (),
+            "optimizer": "adamw",  # adamw | adafactor | sgd
             "dtypes": ("float32", "bfloat16"),  # of model: what it is computed in
             # Of steps: training configs, the last of which the others are compared with; settings
             # may follow each: "<file>:<argument> remat=none batch_size=64".

@@ -11,7 +11,7 @@ Command:   python scripts/train.py --config=configs/switch.py:<model>,<task>,<me
 Hardware:  paper: not stated. Base-16 has 1,073M parameters: 24 GB in training (Table VII).
 Hours:     paper: 1.9 for 5 epochs on SST-2 (6,697 seconds). Ours: none on published weights.
 Paper:     Switch-base-16, the last 4 sparse layers of each stack from 3,072 to 768 neurons, rows of
-           100 tokens, batch 32, routers frozen; AdamW with betas .9 and .98, epsilon 1e-8, weight decay
+           100 tokens, batch 32, routers frozen; AdamW with betas .9 and .98, epsilon 1e-8, decay
            .01, warm-up 8 steps (Table IX; the authors' code: 8 epochs). Learning rate and epochs
            are not printed: the first is chosen on held-out training rows (rates), ours are 3.
 

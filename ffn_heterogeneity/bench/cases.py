@@ -14,8 +14,6 @@ from ffn_heterogeneity.bench import timing
 from ffn_heterogeneity.bench.peer import LEARNING_RATE, NEW, PEERS, PROMPT, Torch
 from ffn_heterogeneity.bench.timing import Interval, compiled, machine, ratio_interval
 from ffn_heterogeneity.evaluate.perplexity import perplexity
-from ffn_heterogeneity.heads import make_head, with_head
-from ffn_heterogeneity.heads.classification import Classification
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
@@ -23,7 +21,7 @@ from ffn_heterogeneity.losses.nucl import nucl
 from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
-from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
+from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.leaves import declared
@@ -128,74 +126,40 @@ def _products(hidden_btd, kernel_vd):
     return logits_nv @ kernel_vd, logits_nv.T @ hidden_nd
 
 
+def trained_leaves(model: Model, freeze: tuple[str, ...] = ()) -> dict[str, bool]:
+    """{path: whether the leaf trains}; of adapters only they do, if nothing is frozen by name."""
+    leaves = declared(model.config, model.params)
+    adapted = not freeze and any(path.endswith("/lora_a") for path in leaves)
+    return partition.trainable_mask(leaves, freeze, (ADAPTERS,) if adapted else ())
+
+
 def train_step(
-    model: Model, forward: Any, names: list[str], batch: dict, held: list, **more: Any
+    model: Model,
+    forward: Any,
+    names: list[str],
+    batch: dict,
+    held: list,
+    optimizer: str = "adamw",
+    freeze: tuple[str, ...] = (),
+    **more: Any,
 ) -> tuple:
-    """(jitted AdamW step, `held` with its state, batch, hyper); with adapters only they train.
+    """(jitted step, `held` with its state, batch, hyper) for `trained_leaves`.
 
     Args:
       names: names in `losses.TERMS`.
       held: an empty list, or one with a state of this model, which is then shared.
+      optimizer: a name of `OPTIMIZERS`.
+      freeze: regexes of leaves that do not train.
       more: further arguments of `make_train_step`.
     """
-    leaves = declared(model.config, model.params)
-    only = (ADAPTERS,) if any(path.endswith("/lora_a") for path in leaves) else ()
-    trainable = partition.trainable_mask(leaves, (), only)
-    optimizer = make_optimizer(OptimizerConfig(name="adamw"), model.params, trainable)
+    trainable = trained_leaves(model, freeze)
+    update = make_optimizer(OptimizerConfig(name=optimizer), model.params, trainable)
     terms = [TERMS[name](TermContext(name, model=model.config)) for name in names]
     if not held:
-        held.append(create_state(model.params, optimizer, trainable))
+        held.append(create_state(model.params, update, trainable))
     micro = {name: leaf[None] for name, leaf in batch.items()}
     hyper = {"learning_rate": LEARNING_RATE, "macdrop": 0.8}
-    return make_train_step(forward, terms, optimizer, trainable, **more), held, micro, hyper
-
-
-METHODS = ("fusion", "structured", "svd", "unstructured")
-FFN_LORA = {"rank": 8, "alpha": 32.0, "targets": "ffn/"}  # as in MLP Fusion's Table VII
-
-
-def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
-    """Training steps and forward passes of compressed classifiers (MLP Fusion's Tables VII, VIII).
-
-    The model is the preset `config.model` with random weights, on random rows [batch, seq_len],
-    with float32 and AdamW. Each program also has its operations, "gflop", as counted by XLA.
-    """
-    rows, key = (config["batch"], config["seq_len"]), jax.random.key(0)
-    shape, head = preset(config.model)[0], HeadConfig.of("classification", vars(Classification()))
-    shape, params = with_head(shape, causal_lm.init(shape, key), head, key)
-    uncompressed = Model(shape, jax.tree.map(np.asarray, params), None, config.model)
-    models = {"whole": uncompressed, "LoRA": SURGERIES["lora"](uncompressed, FFN_LORA)[0]}
-    layers = f"{shape.n_layers // 3}-{shape.n_layers - 1}"
-    for method in METHODS:
-        settings = {"method": method, "ratio": 0.75, "layers": layers}
-        models[method] = SURGERIES["fuse"](uncompressed, settings)[0]
-    rng, programs = np.random.default_rng(0), {}
-    batch = {
-        "tokens": rng.integers(0, shape.vocab_size, rows, np.int32),
-        "segment_ids": np.ones(rows, np.int32),
-        "target": rng.integers(0, 2, rows[0]).astype(np.float32),
-        "valid": np.ones(rows[0], bool),
-    }
-    for method, model in models.items():
-        forward = functools.partial(_predict, model.config)
-        step = train_step(model, forward, ["classification"], batch, [])
-        programs[f"{method}, step"] = compiled(*step)
-        predict = jax.jit(lambda *given, forward=forward: forward(*given)["predictions"])
-        placed = jax.device_put(model.params)
-        programs[f"{method}, forward"] = compiled(predict, [], placed, batch)
-    pairs = [(one, f"whole, {one.split(', ')[1]}") for one in list(programs)[2:]]
-    title = f"{config.model}, {rows[0]} x {rows[1]} tokens; float32"
-    timings = timing.compare(title, programs, config.repetitions, timing.ratios_of(pairs))
-    for name, row in timings["programs"].items():
-        row["gflop"] = programs[name][0].cost_analysis()["flops"] / 1e9
-    return timings
-
-
-def _predict(model: ModelConfig, params: dict, batch: dict, **given: Any) -> dict:
-    # Unrolled, because XLA counts the operations of a loop's body only once.
-    outputs = causal_lm.forward(model, params, batch, options=RunOptions(unroll=True), **given)
-    head = make_head(model, model.head)
-    return outputs | {"predictions": head.apply(params, outputs, batch, lambda x: x)}
+    return make_train_step(forward, terms, update, trainable, **more), held, micro, hyper
 
 
 LORA = {"rank": 16, "alpha": 16.0, "targets": "attention/|ffn/"}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench import cases, experts, steps, streaming_cases
+from ffn_heterogeneity.bench import cases, compressed, experts, steps, streaming_cases
 from ffn_heterogeneity.bench.peer import NEW, PROMPT
 from ffn_heterogeneity.bench.timing import Questions, machine
 from ffn_heterogeneity.io.rows import write_results
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable[..., dict], Questions]] = {
     "model": (cases.time_model, MODEL),
     "nucl": (cases.time_nucl, NUCL),
     "nll": (cases.time_nll, NLL),
-    "fusion": (cases.time_fusion, FUSION),
+    "fusion": (compressed.time_fusion, FUSION),
     "steps": (lambda config, _, load: steps.benchmark_steps(config, load), STEPS),
     "streaming": (streaming_cases.time_streaming, STREAMING),
     "experts": (experts.time_experts, EXPERTS),

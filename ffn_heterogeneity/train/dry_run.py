@@ -143,7 +143,8 @@ def row_lengths(built: Plan) -> dict[str, tuple[int, ...]]:
     """Lengths of the rows that each stack reads; several if an example has several texts."""
     lengths = built.objective.longest
     if built.model.kind == "encoder_decoder":
-        return {"encoder": (lengths["S"],), "decoder": (lengths["T"],)}
+        # Both stacks of a classifier read one text.
+        return {"encoder": (lengths.get("S", lengths["T"]),), "decoder": (lengths["T"],)}
     return {stack: tuple(lengths.values()) for stack in built.model.stacks}
 
 

@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 from tiny_models import config_of, tiny_of
 
-from ffn_heterogeneity.bench import cases, timing
+from ffn_heterogeneity.bench import cases, compressed, timing
 from ffn_heterogeneity.losses.nucl import nucl
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.families import preset
@@ -113,26 +113,42 @@ def test_the_tail_of_a_step_costs_little_more_than_the_optimiser(capsys):
 
 
 @pytest.mark.parametrize(
-    ("family", "methods"), [("bert", cases.METHODS[1:]), ("llama", ["fusion"])]
+    ("family", "methods"),
+    [
+        ("bert", compressed.METHODS[2:]),
+        ("llama", ("LoRA", "fusion")),
+        ("switch", ("mlp_lora", "fusion")),
+    ],
 )
 @pytest.mark.usefixtures("compiled_quickly")
 def test_compressed_models_are_timed_beside_the_whole_one(family, methods, monkeypatch):
     """Fewer operations and no more memory; LoRA's step needs no gradients of kernels."""
     shape = dataclasses.replace(tiny_of(family, 2), d_model=32)
     shape = shape.with_widths([256] * 2)
-    monkeypatch.setattr(cases, "preset", lambda name: (shape, ""))
-    monkeypatch.setattr(cases, "METHODS", methods)
+    if family == "switch":  # experts in every layer, or none is compressed
+        sparse = tiny_of(family, 4).layers[1::2]
+        shape = dataclasses.replace(
+            shape,
+            layers=tuple(dataclasses.replace(layer, ffn_width=256) for layer in sparse),
+        )
+    monkeypatch.setattr(compressed, "preset", lambda name: (shape, ""))
     config = config_of("benchmark", model=family, batch=4, seq_len=8, repetitions=2)
-    result = cases.time_fusion(config)
+    config.methods = methods
+    config.optimizer = "sgd" if family == "switch" else "adamw"
+    result = compressed.time_fusion(config)
     programs = result["programs"]
-    for name in ("LoRA", *methods):
+    for name in methods:
         assert f"{name}, step / whole, step" in result["ratios"]
     for kind in ("step", "forward"):
         dense = programs[f"whole, {kind}"]
         for name in {"fusion", "structured"} & {*methods}:
             assert programs[f"{name}, {kind}"]["gflop"] < 0.75 * dense["gflop"]
             assert programs[f"{name}, {kind}"]["temporary_mb"] <= 1.01 * dense["temporary_mb"]
-    assert programs["LoRA, step"]["gflop"] < programs["whole, step"]["gflop"]
+    for name in {"LoRA", "mlp_lora"} & {*methods}:
+        assert programs[f"{name}, step"]["gflop"] < programs["whole, step"]["gflop"]
+        assert result["models"][name]["trainable"] < result["models"]["whole"]["trainable"]
+    sizes = {name: row["parameters"] for name, row in result["models"].items()}
+    assert "fusion" not in sizes or sizes["fusion"] < sizes["whole"]
 
 
 @pytest.mark.slow
