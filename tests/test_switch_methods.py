@@ -10,12 +10,15 @@ from tiny_models import byte_tokenizer, config_of, random_params, tiny_of
 from tiny_runs import refused
 
 import ffn_heterogeneity as fh
+from ffn_heterogeneity import papers
 from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.workdir import prepare_workdir
 from ffn_heterogeneity.launch import experiment
 from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.context import with_both_sides
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.report.paper import draw_all, gather
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.fuse import METHODS
 from ffn_heterogeneity.tree import flatten
@@ -36,8 +39,16 @@ def files(tmp_path_factory):
     return root
 
 
-def ran(files, workdir, method, **changes):
-    """[the models after the stages] of `configs/switch.py` on a tiny model, four epochs each."""
+@pytest.fixture(scope="module")
+def jobs(files):
+    """{method: ([the models after the stages], their folders)} of `configs/switch.py`."""
+    settings = {"fusion,tuned": {}, "lora": {}, "m_smoe": {"compress": {"ratio": 0.5}}}
+    return {method: ran(files, method, **changes) for method, changes in settings.items()}
+
+
+def ran(files, method, **changes):
+    """Run a job on a tiny model, four epochs of each training."""
+    workdir = files / "runs" / method
     config = config_of("switch", f"{files / 'm'},sst2,{method}", layers=SPARSE)
     with config.unlocked():
         config.data.path = config.data.validation_path = str(files / "rows.jsonl")
@@ -49,6 +60,7 @@ def ran(files, workdir, method, **changes):
                 config[name].optimizer.learning_rate = 2e-2
                 config[name].export = {"weights": "last"}
             config[name].update(changes.get(name, {}))
+    prepare_workdir(workdir, config.to_dict())
     experiment.run(config, workdir)
     folders = sorted(path for path in workdir.iterdir() if path.is_dir())
     return [fh.load_model(folder / "model") for folder in folders], folders
@@ -75,9 +87,9 @@ def states(model, ids):
     return run(model.params), real
 
 
-def test_tuning_reaches_both_stacks_and_begins_above_zero(files, tmp_path):
+def test_tuning_reaches_both_stacks_and_begins_above_zero(files, jobs):
     """The teacher is the model before compression (the authors' is the compressed one: loss 0)."""
-    (few, tuned, final), folders = ran(files, tmp_path, "fusion,tuned")
+    (few, tuned, final), folders = jobs["fusion,tuned"]
     results = json.loads((folders[1] / "results.json").read_text())
     first, last = (results[end]["validation/layerwise"] for end in ("first", "final"))
     prompts = [
@@ -103,8 +115,8 @@ def test_tuning_reaches_both_stacks_and_begins_above_zero(files, tmp_path):
     assert fixed == routers | {f"layers/{i}/ffn/neuron_scale" for i in sparse}
 
 
-def test_lora_on_all_mlps_and_everything_else_trains(files, tmp_path):
-    (final,), _ = ran(files, tmp_path, "lora")
+def test_lora_on_all_mlps_and_everything_else_trains(files, jobs):
+    (final,), _ = jobs["lora"]
     dense = fh.load_model(files / "m")
     before, after = leaves_of(dense), leaves_of(final)
     fixed = {path for path in before if path in after and np.array_equal(before[path], after[path])}
@@ -117,9 +129,9 @@ def test_lora_on_all_mlps_and_everything_else_trains(files, tmp_path):
     assert rank == {8}
 
 
-def test_merged_experts_train_with_routers_of_all_columns(files, tmp_path):
+def test_merged_experts_train_with_routers_of_all_columns(jobs):
     """M-SMoE by both stacks' routers; the model is written and read with `expert_of`."""
-    (few, final), folders = ran(files, tmp_path, "m_smoe", compress={"ratio": 0.5})
+    (few, final), folders = jobs["m_smoe"]
     report = json.loads((folders[0] / "results.json").read_text())
     assert [(x["layer"], len(x["groups"])) for x in report["merged"]] == [(1, 2), (3, 2)]
     assert [layer.experts for layer in final.config.layers] == [None, 2, None, 2]
@@ -127,6 +139,21 @@ def test_merged_experts_train_with_routers_of_all_columns(files, tmp_path):
     # Usage counts tokens beyond the capacity too: both stacks read rows of 512 tokens and an eos.
     assert [sum(x["usage"]) for x in report["merged"]] == [2048 + 4] * 2
     assert not {path for path in moved(few, final) if "/router/" in path}
+
+
+def test_the_report_draws_the_jobs_by_method(files, jobs):
+    """Table III has a row for each, Table VI none of them; no table of dense models has any."""
+    paper = papers.load("mlp_fusion")
+    drawn = {one.key: one for one in draw_all(paper, gather(paper, [str(files / "runs")])[1])}
+    rows = [row for row in drawn["table_3"].rows if str(row[1]).startswith("here:")]
+    assert {row[0] for row in rows} == {"+Task-specific Tuning", "LoRA", "M-SMoE"}
+    results = json.loads((jobs["lora"][1][-1] / "results.json").read_text())
+    (lora,) = (row for row in rows if row[0] == "LoRA")
+    score = lora[2].mean
+    assert score == pytest.approx(100 * results["final"]["validation/accuracy"])
+    assert lora[1] == "here: m, epochs 4" + ", the majority answer" * (abs(score - 50.9174) <= 0.5)
+    dense = (*drawn["table_6"].rows, *drawn["table_2"].rows, *drawn["paired"].rows)
+    assert not [row for row in dense if "here: " in str(row)]
 
 
 @pytest.mark.parametrize("method", [*METHODS, "svd", "unstructured"])

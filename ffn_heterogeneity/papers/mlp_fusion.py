@@ -1,4 +1,4 @@
-"""MLP Fusion: its tables and figures of dense models, with what was measured here."""
+"""MLP Fusion: its tables and figures, with what was measured here."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ METHODS, TUNED = NAMES["methods"], NAMES["tuned"]  # the paper's names, or ours
 SCORE, FUSION = "score", METHODS["fusion"]
 NTK, BLOCK = "ntk_error", "block_error"
 STATES, LAYERS = "tune.losses.layerwise.states", "compress.layers"
+FREEZE = "finetune.freeze"  # only jobs of configs/switch.py have it
 METHOD = ("compress.method", "mask_1.kind", "truncate.blocks", "tune.kind", STATES)
 # In which methods differ: stages of a job, and the learning rate, chosen for each method.
 STAGES = ("compress.", "tune.", "truncate.", "finetune.", "fuse.", "prune.", "stages")
@@ -32,21 +33,31 @@ DRAWN = ["fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd"]  # whose 
 
 
 def finetunings(runs: Frame) -> Frame:
+    """Last stages of jobs on labelled rows, of dense models."""
+    rows = jobs(runs)
+    return rows[~rows.switch]
+
+
+def jobs(runs: Frame) -> Frame:
     """Last stages of jobs on labelled rows: "score" in percent, of the last evaluation.
 
-    Runs of less than three epochs choose the learning rate, which their "place" has.
+    Runs of less than three epochs choose the learning rate, which their "place" has. "switch": of
+    models with experts (configs/switch.py).
     """
     more = ("compress.ratio", LAYERS, "mask_3.layers", "finetune.base", "epochs", RATE)
-    rows = c.need(runs, *METHOD, *more, "objective", "data.task")
+    rows = c.need(runs, *METHOD, *more, FREEZE, "objective", "data.task")
     widths = rows[rows.what == "ffn_widths_after"]
     widths = widths.groupby(widths["run"].map(os.path.dirname))["value"].min()
     rows = rows[rows["run"].str.fullmatch(r".*[/_]finetune") & (rows.objective == "labels")]
-    rows = c.without_idle_losses(rows.assign(model=model_of(rows["finetune.base"])))
+    base = rows["finetune.base"].str.removesuffix(",lora")
+    rows = c.without_idle_losses(rows.assign(model=model_of(base)))
     rate = ", learning rate " + rows[RATE].astype(str)
     chosen = ", " + c.label(rows, "epochs {:g}".format, "epochs") + rate.where(rows.epochs < 3, "")
     size = c.label(rows, size_of, "compress.ratio", LAYERS)
     rows = rows.assign(size=size, chosen=chosen, task=rows["data.task"])
+    rows["switch"] = rows[FREEZE].notna()
     rows["method"] = c.label(rows, method_of, *METHOD)
+    rows.loc[rows["finetune.base"] != base, "method"] = "LoRA"
     rows["layers"] = rows[LAYERS].fillna(rows["mask_3.layers"]).map(count_of)
     rows["neurons"] = rows["run"].map(os.path.dirname).map(widths)
     rows["place"] = "here: " + rows.model + size + chosen
@@ -140,6 +151,31 @@ def scores(finetunings: Frame) -> Frame:
     return finetunings[finetunings.what == SCORE]
 
 
+def switch_scores(runs: Frame) -> Frame:
+    """Accuracies of models with experts, in percent; "place" marks those of one answer alone."""
+    rows = jobs(runs)
+    rows = rows[rows.switch & (rows.what == "validation/accuracy")]
+    rows = c.in_percent(c.last(rows))
+    same = (rows["value"] - rows.task.map(NAMES["majority"])).abs() <= 0.5
+    names = rows.method.replace("whole", "Switch Transformer")
+    place = rows.place + same.map({True: ", the majority answer", False: ""})
+    return rows.assign(method=names, place=place)
+
+
+def switch_costs(runs: Frame) -> Frame:
+    """Benchmarks of compressed models with experts: "method", "program", and what was measured."""
+    rows = c.need(runs, "name", "batch", "seq_len", "optimizer")
+    rows = rows[(rows.name == "fusion") & rows.model.astype(str).str.startswith("switch")]
+    parts = rows.what.str.extract(r"^(?:programs|models|ratios)/(\w+)(?:, (\w+))?(?:/(\w+)| / .*)$")
+    names = dict(NAMES["methods"]) | {"whole": "Full", "mlp_lora": "LoRA", "fusion": "MLP Fusion"}
+    method = parts[0].map(names | {"structured": "Structured Pruning"})
+    what, size = parts[2].fillna("ratio"), rows.batch.astype(str) + " x " + rows.seq_len.astype(str)
+    place = "here: " + size + " tokens, " + rows.optimizer.astype(str)
+    run = rows["run"] + " (" + method + ")"
+    rows = rows.assign(run=run, method=method, program=parts[1], what=what, place=place)
+    return rows[rows.method.notna()]
+
+
 def sst2(scores: Frame) -> Frame:
     """Scores on SST-2, with the labels of a claim."""
     rows = scores[scores.task == "sst2"]
@@ -157,6 +193,41 @@ def table_2(scores: Frame, names: dict[str, str] = NAMES["table_2"]) -> Frame:
 
 
 table_13 = partial(table_2, names=NAMES["table_13"])
+
+
+def table_3(switch_scores: Frame) -> Frame:
+    rows = switch_scores[switch_scores[FREEZE].map(len) > 0]
+    tasks = rows.task.map(NAMES["tasks"])
+    return c.pivot(rows[tasks.notna()], {"Method": rows.method, "place": rows.place}, tasks)
+
+
+def table_6(switch_scores: Frame) -> Frame:
+    rows = switch_scores.query("method == 'Switch Transformer'")
+    frozen = rows[FREEZE].map(len).map(lambda n: "Frozen" if n else "Not-frozen")
+    tasks = rows.task.replace(NAMES["tasks"])
+    return c.pivot(
+        rows.drop(columns=[FREEZE, "freeze"], errors="ignore"),
+        {"Task": tasks, "place": rows.place},
+        frozen,
+    )
+
+
+def costs(rows: Frame, program: str) -> Frame:
+    """Sizes of models, and operations, memory and time of one of their programs."""
+    scales = {"temporary_mb": 1e-3, "gflop": 1e-3, "parameters": 1e-6, "trainable": 1e-6}
+    rows = rows[rows.program.isin([program]) | rows.program.isna()]
+    scale = rows.what.map(scales).fillna(1.0)
+    rows = c.with_cells(rows.assign(value=rows["value"] * scale))
+    rows = rows.rename(columns={"method": "Method"})
+    return c.table(rows, ["Method", "place"], NAMES["costs"])
+
+
+def table_7(switch_costs: Frame) -> Frame:
+    return costs(switch_costs, "step")
+
+
+def table_8(switch_costs: Frame) -> Frame:
+    return costs(switch_costs, "forward")
 
 
 def table_5(sst2: Frame) -> Frame:

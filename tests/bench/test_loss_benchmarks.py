@@ -8,14 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from ml_collections import ConfigDict
 from tiny_models import config_of, tiny_of
 
+from ffn_heterogeneity import papers
 from ffn_heterogeneity.bench import cases, compressed, timing
+from ffn_heterogeneity.bench.run import run
+from ffn_heterogeneity.io.workdir import prepare_workdir
 from ffn_heterogeneity.losses.nucl import nucl
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.models.leaves import declared
+from ffn_heterogeneity.report.paper import draw_all, gather
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.step import update_leaves
 from ffn_heterogeneity.tree import flatten
@@ -121,7 +126,7 @@ def test_the_tail_of_a_step_costs_little_more_than_the_optimiser(capsys):
     ],
 )
 @pytest.mark.usefixtures("compiled_quickly")
-def test_compressed_models_are_timed_beside_the_whole_one(family, methods, monkeypatch):
+def test_compressed_models_are_timed_beside_the_whole_one(family, methods, monkeypatch, tmp_path):
     """Fewer operations and no more memory; LoRA's step needs no gradients of kernels."""
     shape = dataclasses.replace(tiny_of(family, 2), d_model=32)
     shape = shape.with_widths([256] * 2)
@@ -133,9 +138,10 @@ def test_compressed_models_are_timed_beside_the_whole_one(family, methods, monke
         )
     monkeypatch.setattr(compressed, "preset", lambda name: (shape, ""))
     config = config_of("benchmark", model=family, batch=4, seq_len=8, repetitions=2)
-    config.methods = methods
+    config.methods, config.name = methods, "fusion"
     config.optimizer = "sgd" if family == "switch" else "adamw"
-    result = compressed.time_fusion(config)
+    prepare_workdir(tmp_path, config.to_dict())
+    result = run(config, epath.Path(tmp_path))
     programs = result["programs"]
     for name in methods:
         assert f"{name}, step / whole, step" in result["ratios"]
@@ -149,6 +155,18 @@ def test_compressed_models_are_timed_beside_the_whole_one(family, methods, monke
         assert result["models"][name]["trainable"] < result["models"]["whole"]["trainable"]
     sizes = {name: row["parameters"] for name, row in result["models"].items()}
     assert "fusion" not in sizes or sizes["fusion"] < sizes["whole"]
+    if family == "switch":  # MLP Fusion's Tables VII and VIII, from the run's directory
+        paper = papers.load("mlp_fusion")
+        drawn = {one.key: one for one in draw_all(paper, gather(paper, [str(tmp_path)])[1])}
+        for key, program in (("table_7", "step"), ("table_8", "forward")):
+            header, rows = drawn[key].header, [x for x in drawn[key].rows if "sgd" in str(x[1])]
+            made = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+            assert set(made) == {"Full", "LoRA", "MLP Fusion"}
+            ratio = result["ratios"][f"fusion, {program} / whole, {program}"][0]
+            assert made["MLP Fusion"]["Runtime / Full"].mean == pytest.approx(ratio)
+            assert made["Full"]["Params (M)"] == pytest.approx(sizes["whole"] / 1e6)
+            gflop = programs[f"mlp_lora, {program}"]["gflop"]
+            assert made["LoRA"]["TFLOPs/Model"] == pytest.approx(gflop / 1e3)
 
 
 @pytest.mark.slow

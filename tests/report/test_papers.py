@@ -19,7 +19,8 @@ from ffn_heterogeneity.report.paper import write_paper
 
 STUDIES = sorted((REPOSITORY / "docs/studies").glob("*.py"))
 NUCL, JREG = (printed(name)["tables"] for name in ("nucl", "jreg"))
-ROMAN = {1: "I", 2: "II", 4: "IV", 5: "V", 12: "XII", 13: "XIII", 14: "XIV"}
+ROMAN = {1: "I", 2: "II", 3: "III", 4: "IV", 5: "V", 6: "VI", 7: "VII", 8: "VIII"}
+ROMAN |= {12: "XII", 13: "XIII", 14: "XIV"}
 # Paper -> tables that were typed twice.
 TWICE = {"nucl": (1, 2, 3, 4, 5, 7, 8), "jreg": (1, 2, 3, 4, 7), "p32": (1, 2, 3, 4, 5, 6)}
 TWICE |= {"massive_weights": (1, 4, 7, 8, 9), "mlp_fusion": ROMAN}
