@@ -205,11 +205,8 @@ def table_6(switch_scores: Frame) -> Frame:
     rows = switch_scores.query("method == 'Switch Transformer'")
     frozen = rows[FREEZE].map(len).map(lambda n: "Frozen" if n else "Not-frozen")
     tasks = rows.task.replace(NAMES["tasks"])
-    return c.pivot(
-        rows.drop(columns=[FREEZE, "freeze"], errors="ignore"),
-        {"Task": tasks, "place": rows.place},
-        frozen,
-    )
+    rows = rows.drop(columns=[FREEZE, "freeze"], errors="ignore")
+    return c.pivot(rows, {"Task": tasks, "place": rows.place}, frozen)
 
 
 def costs(rows: Frame, program: str) -> Frame:
