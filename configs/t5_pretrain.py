@@ -4,8 +4,9 @@ Command:   python scripts/train.py --config=configs/t5_pretrain.py:local \
              --config.data.path=runs/corpus/tokens --config.tokenizer=runs/corpus/tokenizer \
              --workdir=runs/t5
            on what scripts/prepare_data.py made of a corpus (configs/prepare_data.py, its second
-           command). The argument is <size>[,<loss>]: local | small, and losses to train with as
-           well: nucl, jreg, diversity. --config.model=<a T5> continues from a model.
+           command). The argument is <size>[,<loss or surgery> ...]: local | small | switch, losses
+           to train with as well (nucl, jreg, diversity), and surgeries before it trains.
+           --config.model=<a T5> continues from a model.
 Hardware:  local: 2 CPU cores. small: T5 1.1's, weights, gradients and two moments in float32 need
            16 bytes a parameter (77M: 1.2 GB).
 Hours:     local: 0.21 s a step of 8 x 128 tokens on two CPU cores, with other work running.
@@ -21,7 +22,7 @@ length of the encoder's rows. JREG's layers are counted over both stacks, the en
 
 from ml_collections import ConfigDict
 
-from configs.parts import losses, train
+from configs.parts import adapters, losses, train
 from ffn_heterogeneity.train.text_to_text import SPANS
 
 # size: layers of each stack, width, FFN width, heads, learning rate
@@ -62,7 +63,7 @@ def get_config(argument: str = "local") -> ConfigDict:
         config.shape.capacity = 64  # tokens of a row that an expert accepts
         config.shape.jitter = 0.01  # noise on the router's input
         more = ["load_balance", "router_z", *more]
-    losses.add(config, ("nll", *more))
+    losses.add(config, ("nll", *adapters.add(config, more)))
 
     config.steps = 100_000
     config.seq_len = 512

@@ -66,7 +66,12 @@ WORKS = [
 ]
 # Stages of the above; no model of their own; or functions that the last test calls.
 OTHERS = {"prune_recover", "fuse_recover", "expert_recover", "mlp_fusion", "benchmark"}
-OTHERS |= {"switch", "judge", "prepare_data"} | {"answers", "chat", "classify", "harness"}
+OTHERS |= {"switch", "t5_recover", "judge", "prepare_data"} | {
+    "answers",
+    "chat",
+    "classify",
+    "harness",
+}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny_models import byte_tokenizer, config_of, random_params, tiny_of
+from tiny_models import REPOSITORY, byte_tokenizer, config_of, random_params, tiny_of
 from tiny_runs import refused
 
 import ffn_heterogeneity as fh
@@ -33,6 +33,8 @@ def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("switch")
     config = dataclasses.replace(tiny_of("switch", 4), vocab_size=258, pad_id=0)
     save_pretrained(config, random_params(config), root / "m", tokenizer=byte_tokenizer())
+    spans = dataclasses.replace(config, vocab_size=360)  # with sentinels
+    save_pretrained(spans, random_params(spans), root / "spans", tokenizer=byte_tokenizer())
     rows = [{"sentence": "pq"[i % 2] * (3 + i % 3), "label": i % 2} for i in range(24)]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "text.txt").write_text("some words of a text, again and again. " * 60)
@@ -173,6 +175,36 @@ def test_methods_in_the_experts_of_both_stacks(files, method):
     batch = dict.fromkeys(("tokens", "encoder_tokens"), np.array([[5, 6]]))
     logits = forward(few.config, few.params, batch)
     assert np.isfinite(logits["hidden"]).all()
+
+
+def test_recovery_by_span_corruption(files, tmp_path):
+    """The first evaluation is of the compressed model; tuning lowers the difference of states."""
+    config = config_of("t5_recover", str(files / "spans"))
+    text = str(files / "text.txt")
+    with config.unlocked():
+        config.stages, config.calibration = ("compress", "tune", "recover"), text
+        for name in ("tune", "recover"):
+            config[name].update({"steps": 6, "batch_size": 4, "seq_len": 16})
+            config[name].update(
+                {"compute_dtype": "float32", "data": {"path": text, "task": "text"}}
+            )
+            config[name].data.update({"passage_chars": 100, "validation_fraction": 0.2})
+            config[name].eval.every, config[name].optimizer.warmup_steps = 6, 1
+    prepare_workdir(tmp_path, config.to_dict())
+    experiment.run(config, tmp_path)
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/results.json"))]
+    tuned = [results[1][end]["validation/layerwise"] for end in ("first", "final")]
+    assert 0 < tuned[1] < tuned[0]
+    assert results[2]["first"]["validation/nll"] > results[2]["final"]["validation/nll"]
+    few, final = (
+        fh.load_model(tmp_path / name / "model") for name in ("00_compress", "02_recover")
+    )
+    assert not {path for path in moved(few, final) if "/router/" in path}
+    study = papers.load(str(REPOSITORY / "docs/studies/switch.py"))
+    drawn = {one.key: one for one in draw_all(study, gather(study, [str(tmp_path)])[1])}
+    ((name, place, *losses),) = drawn["recovery"].rows
+    ends = [results[2][end]["validation/nll"] for end in ("first", "final")]
+    assert (name, place) == ("fusion, tuned", "here") and losses == pytest.approx(ends)
 
 
 def test_published_mmd_points_do_not_move(torch):
