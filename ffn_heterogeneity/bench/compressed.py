@@ -30,10 +30,10 @@ WHOLE, MLP_LORA = "whole", "mlp_lora"
 def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
     """Training steps and forward passes of compressed classifiers with random weights, in float32.
 
-    The model is the preset `config.model`, on random rows [batch, seq_len]; three quarters of the
-    last two thirds of its layers are gone, with experts of the last 4 sparse layers of each stack.
-    Each program has its operations, "gflop", as counted by XLA; "models" has each model's
-    parameters, and those that train.
+    The model is the preset `config.model`, on random rows [batch, seq_len]. Three quarters of the
+    FFNs' neurons (or weights) are removed from the last two thirds of its layers or, with experts,
+    from the last 4 sparse layers of each stack. Each program has its operations, "gflop", as
+    counted by XLA; "models" has each model's parameters, and those that train.
 
     Raises:
       ValueError: an unknown method.

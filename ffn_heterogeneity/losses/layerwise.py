@@ -75,7 +75,7 @@ def layerwise_term(
             return jax.grad(loss)(jnp.zeros(taught.shape, taught.dtype))
 
         seen = teaching(teacher, batch, probes=(shown,))["probes"]["taught"]
-        if config.kind == "encoder_decoder":  # each stack has rows of its own
+        if config.kind == "encoder_decoder":  # the stacks' rows differ
             if states == GRADIENT:
                 raise ValueError(f"states={GRADIENT!r} supports no {config.family}: use block")
             taught = {stack: states_lbtd for stack, (states_lbtd, _) in seen.items()}

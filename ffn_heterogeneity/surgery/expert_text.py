@@ -1,8 +1,8 @@
 """Experts on calibration text, for surgeries that merge them.
 
-`routers_on` observes the whole model. `ExpertText` goes layer after layer: otherwise all experts'
-states of all layers would be in memory at once, and no layer could run on top of the merged one
-before it.
+`routers_on` observes all layers in one pass. `ExpertText` goes layer after layer: otherwise all
+experts' states of all layers would be in memory at once, and no layer could run on top of the
+merged one before it.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class Everywhere(NamedTuple):
 
 
 def routers_on(model: Model, rows: Sequence[np.ndarray]) -> dict[int, Seen]:
-    """{layer with experts: what the whole model does on a text}, in one pass.
+    """{layer with experts: what it does on a text}, all layers in one pass.
 
     Both stacks of an encoder-decoder read the text (`context.with_both_sides`) [ours].
     """

@@ -9,7 +9,7 @@ scores of all blocks stay, share^(t / T) of them; removed weights do not return.
 
 MLP Fusion's code reads such masks from files whose program is not published. What we chose: x are
 Gaussian embeddings with the deviation of the model's own, f is the last hidden state, and W is the
-pre-trained one in every round, where the official code draws a network anew.
+pre-trained one in every round, where the official code draws a new network.
 """
 
 import dataclasses
