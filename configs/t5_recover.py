@@ -39,7 +39,7 @@ def get_config(argument: str = "runs/t5/model") -> ConfigDict:
     shared = {key: config.get_ref(key) for key in ("layers", "seed")}
     lost = {"ratio": config.get_ref("ratio")}
     # configs/fuse.py and configs/experts.py explain the keys of these two.
-    config.compress = {"kind": "surgery", "base": "fuse", "method": "fusion", "n_init": 1}
+    config.compress = {"kind": "surgery", "base": "fuse", "method": "fusion"}
     config.compress.update(shared | lost)
     config.merge = {"kind": "surgery", "base": "experts:merge_experts", "method": "m_smoe"}
     config.merge.update(shared | lost | {"calibration": config.get_ref("calibration")})
@@ -66,7 +66,6 @@ def _training(config: ConfigDict, base: str) -> dict:
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10},
         "eval": {"every": 100, "max_batches": 16},
         "export": {"weights": "last"},
-        "tensorboard": False,
         "seed": config.get_ref("seed"),
     }
 
