@@ -66,8 +66,9 @@ class LossTerm:
         trainable leaf is an error when the train step is built.
       derived: for `on="outputs"`: maps its metrics, averaged over all tokens of the step or of the
         validation data, to further reported metrics (jump rates are not averages).
-      per_layer: (params, batch, forward) -> {name of one of its probes: tree of [L, ...] leaves},
-        which the probe gets layer by layer (a teacher's states, learned weights of layers).
+      per_layer: (params, batch, forward) -> {name of one of its probes: tree of [L, ...] leaves, or
+        one by stack}, which the probe gets layer by layer (a teacher's states, learned weights of
+        layers).
         `forward(params, batch, probes=)` is the run's (`train.objectives.Forward`),
         `forward.of(config)` that of a model of other widths, and
         `forward.nudged(params, batch, nudges)` adds nudges to the outputs of the FFNs.

@@ -54,11 +54,13 @@ def forward(
         segment). Within a segment positions must increase. For a model with token types,
         "token_types" [B, T] (default 0).
         For an encoder-decoder, "tokens" are the decoder's, and "encoder_tokens" [B, S] and
-        "encoder_segment_ids" the encoder's; the decoder sees all of them but padding (id 0).
+        "encoder_segment_ids" the encoder's; the decoder sees all of them but padding (id 0). With
+        a head, and without "encoder_tokens", both read "tokens" (`context.with_both_sides`).
         Or "subtree_ends" [B, T] with "positions": the rows are trees of tokens in depth-first
         order, and position t sees position s iff s <= t < subtree_ends[s] (evaluate/scoring.py).
       probes: `probes.base.Probe` instances with distinct names.
-      per_layer: {probe name: tree of [L, ...] leaves} passed to the probes layer by layer.
+      per_layer: {probe name: tree of [L, ...] leaves} passed to the probes layer by layer; of an
+        encoder-decoder also {"encoder": tree of [L_e, ...], "decoder": tree of [L_d, ...]}.
       dropout: (key, rate), or None. Rate None: dropout only in adapters; routers' noise as well.
 
     Returns:
