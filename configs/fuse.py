@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
             # a mask, under which the largest weights stay | ntk_sap: a mask by gradients at random
             # inputs (arXiv 2304.02840).
             "method": Fusion.method,
-            # The share of every layer's neurons that goes; of weights (svd, unstructured).
+            # The share of every layer's neurons that goes; of weights (svd, unstructured, ntk_sap).
             "ratio": Fusion.ratio,
             # Where: all | top | bottom | even | odd | last4 | pair:5 | 0,3,7 | 4-9.
             "layers": Fusion.layers,

@@ -24,11 +24,12 @@ from ml_collections import ConfigDict
 from configs import mlp_fusion
 from configs.parts.adapters import LORA as LORA_KEYS
 from ffn_heterogeneity.launch.sweep import product
+from ffn_heterogeneity.surgery.adapt import LORA_ON_MLPS, MLPS
 from ffn_heterogeneity.surgery.merge_experts import Merging
 
 MERGED, LORA = ("m_smoe", "resmoe"), "lora"
 CHOICES = tuple(x for x in mlp_fusion.CHOICES if x != mlp_fusion.LTH) + (*MERGED, LORA)
-ROUTERS, MLPS = "/ffn/router/", r"/ffn/(gate|up|down)/kernel$"
+ROUTERS = "/ffn/router/"
 
 
 def get_config(argument: str = "switch_base_16,sst2,fusion") -> ConfigDict:
@@ -78,9 +79,8 @@ def _finetuning(config: ConfigDict, task: str, method: str) -> dict:
     if method != LORA:
         return group
     group["base"] += f",{LORA}"
-    group["freeze"] = (ROUTERS, MLPS)
-    keys = LORA_KEYS | {"rank": 8, "alpha": 32.0, "targets": r"ffn/(gate|up|down)"}
-    return group | {LORA: keys, "train_only": ()}
+    group["freeze"] = config.get_ref("freeze") + (f"{MLPS}/kernel$",)
+    return group | {LORA: LORA_KEYS | LORA_ON_MLPS, "train_only": ()}  # all else trains
 
 
 KIND = "train"

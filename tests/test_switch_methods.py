@@ -226,3 +226,10 @@ def test_config_arguments_are_checked():
         ("m,sst2", "a method of"),
     ):
         refused(words, config_of, "switch", argument)
+
+
+def test_routers_of_lora_train_as_the_config_says():
+    """Table VII's 122.93M include the routers."""
+    for freeze in (("/ffn/router/",), ()):
+        config = config_of("switch", "m,sst2,lora", freeze=freeze)
+        assert config.finetune.freeze == (*freeze, "ffn/(gate|up|down)/kernel$")

@@ -20,6 +20,7 @@ import numpy as np
 from tiny_runs import REPOSITORY, Finished, flags_of
 
 from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
@@ -156,6 +157,16 @@ def batch_of(vocab: int, rows: int = 3, length: int = 10, seed: int = 0, encoder
         "segment_ids": segments,
         "positions": positions.astype(np.int32),
     }
+
+
+def written_again(source: Path, directory: Path) -> Model:
+    """The model at `source`, after checking that it comes back from `directory` bit by bit."""
+    model = load_model(source)
+    save_pretrained(model.config, model.params, directory)
+    back = load_model(directory)
+    assert back.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, back.params, model.params)
+    return model
 
 
 def save_tiny(directory: Path, config: ModelConfig = LLAMA, params: dict | None = None) -> Path:

@@ -17,13 +17,12 @@ from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.surgery.adapt import LORA_ON_MLPS, MLPS
 from ffn_heterogeneity.tree import flatten
 from ffn_heterogeneity.wording import check_choice
 
-# As in Table VII: on all MLPs. "LoRA" trains the adapters alone, "mlp_lora" all but MLPs' kernels.
-LORA = {"rank": 8, "alpha": 32.0, "targets": "ffn/(gate|up|down)"}
+# "LoRA" trains the adapters alone, "mlp_lora" (Table VII) all but the MLPs' kernels.
 METHODS = ("LoRA", "fusion", "structured", "svd", "unstructured")
-MLPS = r"/ffn/(gate|up|down)/kernel$"
 WHOLE, MLP_LORA = "whole", "mlp_lora"
 
 
@@ -55,7 +54,7 @@ def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
     for method in (WHOLE, *(config.methods or METHODS)):
         model, held = _made(uncompressed, method), []
         forward = functools.partial(_predict, model.config)
-        freeze = (MLPS,) if method == MLP_LORA else ()
+        freeze = (f"{MLPS}/kernel$",) if method == MLP_LORA else ()
         given = {"optimizer": config.optimizer, "freeze": freeze}
         step = train_step(model, forward, ["classification"], batch, held, **given)
         programs[f"{method}, step"] = compiled(*step)
@@ -78,7 +77,7 @@ def _made(whole: Model, method: str) -> Model:
     if method == WHOLE:
         return whole
     if method in ("LoRA", MLP_LORA):
-        return SURGERIES["lora"](whole, LORA)[0]
+        return SURGERIES["lora"](whole, LORA_ON_MLPS)[0]
     config, sparse = whole.config, whole.config.groups.get("sparse", ())
     layers = f"{config.n_layers // 3}-{config.n_layers - 1}"
     if sparse:

@@ -164,10 +164,11 @@ def row_form(config: ModelConfig, task: str, most: int, foreign: bool = False) -
     Args:
       task: name of its task, for an encoder-decoder's prompt.
       most: maximum number of tokens.
-      foreign: a classifier of another library reads its tokenizer's output unchanged.
+      foreign: a classifier of another library reads its tokenizer's output unchanged; one that is
+        an encoder-decoder reads a text, or two in lines, with one eos [ours].
 
     Raises:
-      ValueError: an encoder-decoder without eos.
+      ValueError: an encoder-decoder without eos, or without a first token for its decoder.
     """
     pad = config.pad_id if foreign else config.padding_id
     if config.kind != "encoder_decoder":

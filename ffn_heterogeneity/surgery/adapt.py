@@ -32,6 +32,11 @@ class Quantised:
             re.compile(self.targets)
 
 
+# Targets: the kernels of feed-forward blocks, without routers; and MLP Fusion's LoRA (Table VII).
+MLPS = "ffn/(gate|up|down)"
+LORA_ON_MLPS = {"rank": 8, "alpha": 32.0, "targets": MLPS}
+
+
 @dataclasses.dataclass(frozen=True)
 class Lora(Quantised):
     """Settings of LoRA and DoRA: s = alpha / rank; `dropout` applies to A's input in training."""

@@ -1,7 +1,7 @@
 """Compression of feed-forward blocks to fewer neurons (MLP Fusion, arXiv 2307.08941).
 
-A method of `METHODS` replaces m neurons by c; those of `entries.ENTRIES` remove
-weights and keep all neurons. A neuron is a row (`neurons.rows_of`):
+A method of `METHODS` replaces m neurons by c; those of `entries.ENTRIES` remove weights and
+keep all neurons. A neuron is a row (`neurons.rows_of`):
 
   fusion   k-means; the centroids, and P = the clusters' sizes as a factor after the activation that
            never trains (section IV-B, equation 9): act(x W1~ + b1~) P W2~ + b2.

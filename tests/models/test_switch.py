@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_models import random_params, tiny_of
+from tiny_models import random_params, tiny_of, written_again
 from tiny_runs import refused
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.losses.router import load_balance_term, router_z_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
@@ -253,11 +252,7 @@ def test_overflow_and_noise():
 
 def test_files_come_back_bit_by_bit(torch, pair, tmp_path):
     model, place = pair
-    ours = fh.load_model(place)
-    save_pretrained(ours.config, ours.params, tmp_path / "again")
-    back = fh.load_model(tmp_path / "again")
-    assert back.config == ours.config
-    jax.tree.map(np.testing.assert_array_equal, back.params, ours.params)
+    written_again(place, tmp_path / "again")
     ids, mask, answer = (torch.tensor(x) for x in rows())
     again = type(model).from_pretrained(tmp_path / "again").eval()
     with torch.no_grad():

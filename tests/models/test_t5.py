@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_models import random_params, tiny_of
+from tiny_models import random_params, tiny_of, written_again
 from tiny_runs import refused
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.decoding import forward_cached, make_cache
@@ -108,11 +107,7 @@ def test_logits_and_gradients_equal_torch(torch, pair):
 def test_files_come_back_bit_by_bit(torch, pair, tmp_path):
     """Written, read, and read by transformers with the same outputs."""
     model, place = pair
-    ours = fh.load_model(place)
-    save_pretrained(ours.config, ours.params, tmp_path / "again")
-    back = fh.load_model(tmp_path / "again")
-    assert back.config == ours.config
-    jax.tree.map(np.testing.assert_array_equal, back.params, ours.params)
+    ours = written_again(place, tmp_path / "again")
     ids, mask, answer = (torch.tensor(x) for x in rows(length=20))
     again = type(model).from_pretrained(tmp_path / "again").eval()
     more = {} if ours.config.kind == "encoder" else {"decoder_input_ids": answer}
