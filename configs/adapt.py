@@ -24,7 +24,7 @@ def get_config(surgery: str = "lora") -> ConfigDict:
     config.surgery = surgery  # lora | dora | fold
     if surgery != "fold":
         config.update(adapters.LORA)
-        config.seed = 0
+        config.seed = 0  # of A
     config.export = "auto"  # auto | native; padded folds
     config.dtype = "as_read"  # or float32 | bfloat16 | float16; masks and scales are never cast
     config.push = ""  # <owner>/<name>: the model goes to the Hugging Face hub, too

@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
     config = perplexity.get_config()
     config.update(
         {
-            "surgery": "attack",
+            "surgery": "attack",  # what compress.py does with the model
             # zero: the k massive weights go; retain: all others of their layer.
             "attack": Attack.attack,
             "k": Attack.k,  # neurons, those with the largest |h| when bos stands alone

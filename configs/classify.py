@@ -17,7 +17,7 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            "evaluation": "classify",
+            "evaluation": "classify",  # what evaluate.py does with the model
             "model": "",  # a directory with a head: <run>/model of configs/p32_glue.py
             "revision": placeholder(str),  # branch, tag or commit of a hub id
             "input": "",  # .csv, .tsv, .jsonl or .parquet

@@ -90,9 +90,8 @@ def _merge_experts() -> dict:
         "columns": Merging.columns,
         "group": Merging.group,  # of ream: how many experts join a centroid, at most
         "weighting": Merging.weighting,  # of ream's mean: usage | score (REAP's)
-        # Of resmoe: pruned: the residuals' largest entries | svd: two factors; and the share of
-        # the residuals' parameters that is stored (exact: 1 if pruned, 2 with svd).
-        "residual": Merging.residual,
+        "residual": Merging.residual,  # of resmoe: pruned: the largest entries | svd: two factors
+        # Of resmoe: of the residuals' parameters that is stored (exact: 1 if pruned, 2 with svd).
         "share": Merging.share,
         # A text file, own for self-generated text, or the own_text.jsonl of an earlier run.
         "calibration": Merging.calibration,
@@ -115,7 +114,8 @@ def get_config(surgery: str = "partition") -> ConfigDict:
     # Keys of perplexity.py: model, revision; with a text (or token_ids) the perplexity is measured
     # before and after, and written to results.json and the model card.
     config = perplexity.get_config()
-    config.update({"surgery": surgery, **KEYS[surgery]()})
+    config.surgery = surgery  # what compress.py does with the model
+    config.update(KEYS[surgery]())
     # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
     config.dtype = "as_read"
     # auto | padded | native. Padded writes a merged expert once per router column. Llamas and

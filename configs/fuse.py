@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     config = perplexity.get_config()
     config.update(
         {
-            "surgery": "fuse",
+            "surgery": "fuse",  # what compress.py does with the model
             # fusion: k-means of neurons, cluster sizes P kept apart | merged: P in the outgoing
             # weights | sqrt: its root on both sides of the activation | sketch: random mixtures |
             # hybrid_sketch: the largest third kept, the others mixed | structured: the largest kept
@@ -47,8 +47,10 @@ def get_config() -> ConfigDict:
             "rewind": Fusion.rewind,
             # Then: none | state_ridge (ours) | gram | bias, with the keys of configs/prune.py.
             "compensation": Fusion.compensation,
+            # of the compensation: own | a UTF-8 text | an own_text.jsonl
             "calibration": Fusion.calibration,
-            "calibration_tokens": placeholder(int),
+            "calibration_tokens": placeholder(int),  # default: 2,048; own: 8,192
+            # on the states of the model compensated so far (ours), not on the dense model's
             "sequential": Fusion.sequential,
             # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
             "dtype": "as_read",

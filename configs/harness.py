@@ -17,5 +17,5 @@ from configs.parts import tasks
 
 def get_config() -> ConfigDict:
     config = tasks.get_config()  # whose keys are explained there
-    config.evaluation = "tasks"
+    config.evaluation = "tasks"  # what evaluate.py does with the model
     return config

@@ -52,7 +52,7 @@ def get_config(argument: str = "170m") -> ConfigDict:
     config.shape.ffn_width = ffn_width  # neurons of a block
     config.shape.n_heads = heads  # of attention
     config.shape.vocab_size = 32_000  # the tokenizer's, or more
-    config.shape.tied = False
+    config.shape.tied = False  # whether the head is the embedding table
     # Of a new model: a directory, a .gguf file or a hub id.
     config.tokenizer = ""
     train.pretraining(config)

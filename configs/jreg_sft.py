@@ -28,7 +28,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M") -> ConfigDict:
     config.model = model
 
     config.data.task = "messages"
-    config.data.split = ""
+    config.data.split = ""  # of a hub data set; "": the task's own
     config.data.text_field = ""  # of the conversations; "": messages
     config.data.validation_fraction = 0.0  # held out; the paper: nothing
     # One conversation a row, so that 957 batches of 512 are an epoch; True is faster, and then an
@@ -51,7 +51,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M") -> ConfigDict:
     config.optimizer.learning_rate = 2e-5
     config.optimizer.schedule = "linear"
     config.optimizer.warmup_steps = 29
-    config.optimizer.b1 = 0.9
+    config.optimizer.b1 = 0.9  # decay of the first moment
     config.optimizer.b2 = 0.95
-    config.optimizer.eps = 1e-8
+    config.optimizer.eps = 1e-8  # of adamw
     return config

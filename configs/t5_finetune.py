@@ -34,7 +34,7 @@ def get_config(argument: str = "google/flan-t5-small,glue_sst2") -> ConfigDict:
         )
     config = train.get_config()
     config.model = model
-    config.objective = "text_to_text"
+    config.objective = "text_to_text"  # a prompt for the encoder, a response to write
     config.target_len = TARGET_LEN  # tokens of a response
 
     data = config.data

@@ -40,7 +40,7 @@ def get_config(argument: str = "local") -> ConfigDict:
     layers, d_model, ffn_width, heads, rate = SIZES[size]
     config = train.get_config()
     config.model = ""  # a model to continue from; "": a new one of the shape below
-    config.objective = "span_corruption"
+    config.objective = "span_corruption"  # of rows of text
     config.density = SPANS["density"]  # share of the tokens that become targets
     config.mean_span = SPANS["mean_span"]  # mean length of their spans, in tokens
 
@@ -52,7 +52,7 @@ def get_config(argument: str = "local") -> ConfigDict:
     config.shape.n_heads = heads  # of attention
     # The tokenizer's and 100 sentinels, unless it has <extra_id_0> and so on.
     config.shape.vocab_size = 32_128
-    config.shape.tied = False
+    config.shape.tied = False  # whether the head is the embedding table
     # Of a new model: a directory, a .gguf file or a hub id.
     config.tokenizer = ""
     train.pretraining(config)

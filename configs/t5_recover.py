@@ -26,7 +26,7 @@ def get_config(argument: str = "runs/t5/model") -> ConfigDict:
         raise ValueError(f"config argument {argument!r}: write <model>")
     config = ConfigDict(
         {
-            "model": argument,
+            "model": argument,  # an encoder-decoder to compress: a directory or a hub id
             "stages": ("compress", "recover"),  # in this order; each is a group below
             "seeds": (),  # (0, 1, 2): all stages once per seed, and the mean of every number
             "dry_run": "",  # here | v5e:8x8 | h100:8 ...: what the training stages need there
@@ -56,8 +56,8 @@ def get_config(argument: str = "runs/t5/model") -> ConfigDict:
 
 def _training(config: ConfigDict, base: str) -> dict:
     return {
-        "kind": "train",
-        "base": base,
+        "kind": "train",  # train | surgery | evaluate
+        "base": base,  # the config that it starts from
         "steps": 100,
         "batch_size": 8,  # rows a step
         "seq_len": 128,  # tokens of a row of the encoder

@@ -30,7 +30,7 @@ import ffn_heterogeneity.probes
 from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.rows import flatten_config
-from ffn_heterogeneity.launch.help import comment_of, comments_of
+from ffn_heterogeneity.launch.help import comments_of
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models import causal_lm, families
@@ -90,8 +90,8 @@ def test_config(name):
     set_by_users = [key for key in names if not key.startswith("monitors.")]
     assert 1 <= len(set_by_users) <= (90 if name == "five" else 60)
     assert plain(config.to_dict()), "plain data only: it is written to config.json"
-    said = comments_of(str(REPOSITORY / "configs" / f"{name}.py"))
-    bare = [key for key in names if not comment_of(key, said)]
+    said = comments_of(str(REPOSITORY / "configs" / f"{name}.py"), config)
+    bare = [key for key in names if not said[key]]
     assert not bare, f"--help has no comment for {bare}"
     for key in re.findall(r"--config\.([\w.]+)", header):
         assert key in names, f"the header of configs/{name}.py shows --config.{key}"

@@ -13,7 +13,7 @@ def get_config(surgery: ConfigDict) -> ConfigDict:
     config.tasks = ()  # scored in addition to the perplexity
     config.save_samples = False
     config.prompts = ()  # questions that the changed model answers: "('What is a neuron?',)"
-    config.max_new_tokens = 64
+    config.max_new_tokens = 64  # of an answer
     # Also write the changed model, to <workdir>/<point>/model.
     config.save_model = False
     return config

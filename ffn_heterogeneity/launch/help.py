@@ -1,17 +1,18 @@
 """`--help`: the script's description, its flags, and the config's keys with their comments."""
 
+import functools
 import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.rows import flatten_config
-from ffn_heterogeneity.launch.configs import as_typed, home, shown
+from ffn_heterogeneity.launch.configs import as_typed, find_config, home, shown
 
 COLUMN = 36  # where comments begin
 # Comment lines, then a key of a dictionary (with that of a group of one) or of `config`, and the
@@ -38,12 +39,12 @@ def help_text(doc: str, flags: Sequence[Any], config: ConfigDict | None, spec: s
         lines += _entry(f"--{flag.name}", f"{flag.help}{default}", width)
     if config is not None:
         lines += _entry("--config", f"The file of the keys below; now {shown(spec)}", width)
-        said = comments_of(spec.partition(":")[0])
+        said = comments_of(spec.partition(":")[0], config)
         keys = flatten_config(config.to_dict())
         for group, names in itertools.groupby(sorted(keys, key=_group), _group):
             lines += ["", f"Config, {group}:" if group else "Config:"]
             for key in names:
-                lines += _entry(f"--config.{key}={keys[key]!r}", comment_of(key, said), width)
+                lines += _entry(f"--config.{key}={keys[key]!r}", said[key], width)
     return "\n".join(lines)
 
 
@@ -71,25 +72,31 @@ def _group(key: str) -> str:
     return key.rpartition(".")[0].partition(".")[0]
 
 
-def comment_of(key: str, said: Sequence[Mapping[str, str]]) -> str:
-    """Comment of the longest suffix of the dotted key, from the first mapping that has one."""
-    ends = [key.split(".", i)[-1] for i in range(key.count(".") + 1)]
-    return next((tier[end] for tier in said for end in ends if end in tier), "")
+def comments_of(file: str, config: ConfigDict) -> dict[str, str]:
+    """Return {config key: its comment, or ""}, from the file and the configs that it imports.
+
+    Of a stage's keys (`recover.steps` of a job) the config that the stage starts from is read, too.
+    """
+    said, own = {}, _comments(Path(file))
+    for key in flatten_config(config.to_dict()):
+        stage = config[key.split(".")[0]]
+        base = find_config(str(stage.get("base"))) if isinstance(stage, ConfigDict) else None
+        tiers = [own, _comments(Path(base.partition(":")[0]))] if base else [own]
+        ends = [key.split(".", i)[-1] for i in range(key.count(".") + 1)]
+        said[key] = next((tier[end] for tier in tiers for end in ends if end in tier), "")
+    return said
 
 
-def comments_of(file: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return {config key: its comment} of the file with its imports, and of all configs.
+@functools.cache
+def _comments(path: Path) -> Mapping[str, str]:
+    """Return {a key's longest known name: its comment} of a config and those that it imports.
 
     A comment is on the key's line or directly above it. A key is named as in its file ("steps",
-    "data.packing"), within a group of configs/parts with the group's name ("nucl.weight"). Falls
-    back to the key's last component.
+    "data.packing"), within a group of configs/parts with the group's name ("nucl.weight"), and by
+    its last component.
     """
-    return _comments([*_imported(Path(file))]), _comments((home() / "configs").glob("**/*.py"))
-
-
-def _comments(paths: Iterable[Path]) -> dict[str, str]:
     said, last = {}, {}
-    for text in (path.read_text(encoding="utf-8") for path in paths):
+    for text in (path.read_text(encoding="utf-8") for path in _imported(path)):
         for block, body in _PART.findall(text):
             prefix = "" if block.startswith("get_") else f"{block.lower()}."
             for above, item, inner, name, rest in _KEY.findall(body):
