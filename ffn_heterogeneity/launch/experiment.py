@@ -108,9 +108,13 @@ def _single(config: ConfigDict, workdir: epath.Path, shared: Shared, kind: str) 
 
 def _plan(stages: list[Stage], model: str, devices: str, workdir: epath.Path) -> dict:
     """Plan every training stage on the original model (a surgery would make it smaller)."""
-    plans = {}
+    plans, before = {}, []
     for stage in stages:
+        if stage.kind == "surgery":
+            before.append(stage.name)
         if stage.kind == "train":
+            if before:
+                say(f"stage {stage.name}: planned on {model}, as it is before {', '.join(before)}")
             planned = stage.config.copy_and_resolve_references()
             planned.model, planned.dry_run = model, devices
             plans[stage.name] = stage.command(planned, workdir / stage.name, None)

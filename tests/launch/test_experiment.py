@@ -219,8 +219,9 @@ def test_seeds_of_a_plain_run(files, tmp_path):
     assert (tmp_path / "run" / "seed_1" / "model" / "config.json").exists()
 
 
-def test_dry_runs_of_stages_plan_those_that_train(files, tmp_path):
+def test_dry_runs_of_stages_plan_those_that_train(files, tmp_path, capsys):
     plans = experiment.run(staged(files, dry_run="h100:2"), tmp_path / "run")
+    assert "as it is before prune" in capsys.readouterr().err
     assert list(plans) == ["recover"] and plans["recover"]["device_count"] == 2
     assert not (tmp_path / "run" / "00_prune").exists()
 
