@@ -39,6 +39,7 @@ REJECTED = [
     ("surgery", "prune", None, TEXT),
     ("surgery", "fuse", None, {"spare": 2}),
     ("surgery", "attack", None, {}),
+    ("surgery", "drop_layers", None, ON_TEXT),
     ("surgery", "experts", "partition", {"experts": 4, "router": "trained"} | ON_TEXT),
     ("evaluate", "perplexity", None, TEXT),
     ("evaluate", "analyze", "displacement", TEXT),

@@ -17,6 +17,7 @@ from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.surgery import (
     adapt,
     attack,
+    drop_layers,
     experts,
     fuse,
     merge_experts,
@@ -80,6 +81,13 @@ SURGERIES = {
         Surgery("gates", sparsity.insert_gates, sparsity.Gates, abstract=True),
         Surgery("attack", attack.attack, attack.Attack),
         Surgery("truncate", truncate.truncate, truncate.Truncation, abstract=True),
+        Surgery(
+            "drop_layers",
+            drop_layers.drop_layers,
+            drop_layers.Dropping,
+            True,
+            drop_layers.assumed_layers,
+        ),
         Surgery("partition", partition.partition, partition.Partition, True, partition.assumed),
         Surgery("upcycle", upcycle.upcycle, upcycle.Upcycling, abstract=True),
         Surgery("teacher", teacher.insert_teacher, teacher.Teacher, abstract=True),

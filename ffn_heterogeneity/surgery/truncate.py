@@ -1,7 +1,7 @@
-"""Truncation of a model to its first blocks (P-32, Tables 3, 4 and 7)."""
+"""Models of fewer blocks: the first ones (P-32, Tables 3, 4 and 7), or any others."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ffn_heterogeneity.io.load import Model
@@ -29,7 +29,7 @@ def truncate(model: Model, settings: Mapping[str, Any] | Truncation, data=None, 
       (the model, {"blocks", "blocks_before"}).
 
     Raises:
-      ValueError: more blocks than the model has, or a task's head that weights the blocks.
+      ValueError: more blocks than the model has, or a task's head.
     """
     asked = settings_of(Truncation, settings).blocks
     config = model.config
@@ -40,8 +40,13 @@ def truncate(model: Model, settings: Mapping[str, Any] | Truncation, data=None, 
         raise ValueError(f"blocks={blocks}: the model has {config.n_layers}")
     if config.head is not None and blocks < config.n_layers:
         raise ValueError("the model has a task's head: truncate it before the head is trained")
-    tree = unstack(model.params)
-    shorter = dataclasses.replace(config, layers=config.layers[:blocks])
-    params = restack(shorter, {**tree, "layers": tree["layers"][:blocks]})
     report = {"blocks": blocks, "blocks_before": config.n_layers}
-    return dataclasses.replace(model, config=shorter, params=params), report
+    return with_blocks(model, range(blocks)), report
+
+
+def with_blocks(model: Model, kept: Sequence[int]) -> Model:
+    """Return the model with these blocks alone; the others pass the residual stream on."""
+    config, tree = model.config, unstack(model.params)
+    shorter = dataclasses.replace(config, layers=tuple(config.layers[i] for i in kept))
+    params = restack(shorter, {**tree, "layers": [tree["layers"][i] for i in kept]})
+    return dataclasses.replace(model, config=shorter, params=params)

@@ -108,6 +108,7 @@ SETTINGS = {
     "macdrop": {"k": 2, "scope": "massive", "layer": 1, "token": None},
     "attack": {"attack": "retain", "k": 2, "layer": None, "token": None},
     "truncate": {"blocks": 2},
+    "drop_layers": {"layers": "1"},
     "teacher": {"model": "whole"},
     "scores": {"targets": "ffn/(up|down)"},
     "score_mask": {"ratio": 0.3},
