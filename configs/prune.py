@@ -25,7 +25,9 @@ def get_config() -> ConfigDict:
             # 2015: neurons that resemble another) | largest_outgoing | maw | vow | pon (these
             # three are OptiPFair's, of the incoming weights) | bos (|h| on bos) | mean_state (of
             # |h|, over calibration text) | optipfair (its hybrid) | wanda_sp | flap (||h|| and its
-            # variance, times outgoing norms); reverse turns the order round.
+            # variance, times outgoing norms) | wanda_sp_published | flap_published (as in their
+            # authors' code; FLAP with budget=global and compensation=bias); reverse turns the order
+            # round.
             "criterion": Removal.criterion,
             # own: what the model itself writes, no data at all; a UTF-8 text, from its beginning;
             # or the own_text.jsonl that such a run leaves in its work directory
@@ -51,6 +53,7 @@ def get_config() -> ConfigDict:
             # How much: a ratio of each layer's neurons, or a count instead.
             "ratio": Removal.ratio,
             "count": placeholder(int),  # neurons of each layer, instead of the ratio
+            "multiple": Removal.multiple,  # 64: what stays is rounded to a multiple of 64
             # Where: all | top | bottom | even | odd | last4 | pair:5 | 0,3,7 | 4-9.
             "layers": Removal.layers,
             # "layer": every layer loses its share; "global": one budget over the chosen layers.

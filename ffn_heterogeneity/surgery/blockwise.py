@@ -10,6 +10,7 @@ top of the fitted one before it.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.families import config_from_hf, config_to_hf
 from ffn_heterogeneity.models.feed_forward import FeedForward
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.options import RunOptions
@@ -56,11 +58,8 @@ def compensated(
         that no longer fit in their dtype; a changed layer has experts.
     """
     causal_lm.require_one_stack(model.config, f"compensation {method!r}")
-    if method == "bias" and not smaller.config.ffn_bias:
-        raise ValueError(
-            f"compensation={method!r} adds to the FFN's output bias, and this format has none: use "
-            "state_ridge"
-        )
+    if method == "bias":
+        smaller = _with_biases(smaller)
     batches = batches_of(rows)
     tables = {"embed": jax.device_put(model.params["embed"])}
     streams = [embedded(model.config, tables, batch) for _, batch in batches]
@@ -85,6 +84,36 @@ def compensated(
         streams = _moved(configs[1], layers[i], streams, batches) if sequential else behind
     params = restack(smaller.config, {**small, "layers": layers})
     return dataclasses.replace(smaller, params=params), reports
+
+
+def _with_biases(model: Model) -> Model:
+    """The model with biases of 0 in its FFNs, if it has none and config.json can name them.
+
+    Raises:
+      ValueError: the format has no such biases.
+    """
+    config = dataclasses.replace(model.config, ffn_bias=True)
+    if model.config.ffn_bias:
+        return model
+    if not config_from_hf(config_to_hf(config)).ffn_bias:
+        raise ValueError(
+            f"compensation='bias' adds to the FFN's output bias, and {config.family}'s format has "
+            "none: use state_ridge"
+        )
+    tree = unstack(model.params)
+    layers = [
+        {**leaves, "ffn": {name: _with_bias(linear) for name, linear in leaves["ffn"].items()}}
+        for leaves in tree["layers"]
+    ]
+    params = restack(config, {**tree, "layers": layers})
+    return dataclasses.replace(model, config=config, params=params)
+
+
+def _with_bias(linear: Any) -> Any:
+    if not (isinstance(linear, dict) and "kernel" in linear):
+        return linear
+    kernel = linear["kernel"]
+    return {**linear, "bias": np.zeros(kernel.shape[-1], kernel.dtype)}
 
 
 def batches_of(rows: Sequence[np.ndarray]) -> list[tuple[bool, dict]]:

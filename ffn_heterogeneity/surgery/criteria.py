@@ -139,14 +139,17 @@ def optipfair(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> 
 
 
 def wanda_sp(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
-    """Wanda-sp: ||h||_2 over calibration text times |W_i|_2; the lowest is removed first."""
+    """Wanda-sp's score with an L2 norm: ||h||_2 over calibration text times |W_i|_2, lowest first.
+
+    As published it is "wanda_sp_published" (`published.py`).
+    """
     return _of_states(ffn, activations, lambda seen: seen["norm"] * np.sqrt(_squares(ffn)))
 
 
 def flap(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
-    """FLAP (AAAI 2024): the variance of h over calibration text times |W_i|^2, lowest first.
+    """FLAP's score: the variance of h over calibration text times |W_i|^2, lowest first.
 
-    FLAP's bias correction is the compensation "bias".
+    As published, with its search over layers, it is "flap_published" (`published.py`).
     """
 
     def variance(seen: dict) -> np.ndarray:
@@ -202,6 +205,8 @@ CRITERIA: dict[str, Criterion] = {
 # Criteria that use activations on bos, and on calibration text. Append a new one that does.
 ON_BOS, ON_TEXT = ["bos"], ["mean_state", "optipfair", "wanda_sp", "flap"]
 
+# Criteria of `published.published_cuts`, which choose for a whole model, and the budget of each.
+PUBLISHED = {"flap_published": "global", "wanda_sp_published": "layer"}
 
 # The criterion that merges neurons step by step (Srinivas & Babu 2015).
 SIMILARITY = "similarity"

@@ -151,9 +151,17 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     after = model.config.with_widths(widths)
     params = restack(after, write(model.config, model.params, new))
     smaller = dataclasses.replace(model, config=after, params=params)
+    compensation: dict[str, Any] = {}
+    if asked.compensation != "none":
+        given = (asked.calibration, asked.calibration_tokens, asked.seed)
+        rows = calibration_rows(model, *given)
+        smaller, reports = compensated(model, smaller, asked.compensation, rows, asked.sequential)
+        compensation = {"compensation": asked.compensation, "compensated": reports}
+        compensation |= {"own_rows": rows} if asked.calibration == OWN else {}
     # Weights that were masked before are not counted.
     total = count_parameters(config)["total"] - sum(map(masked_out, blocks.values()))
-    left = total - before + remaining
+    biases = count_parameters(smaller.config)["total"] - count_parameters(after)["total"]
+    left = total - before + remaining + biases
     report = {
         "method": asked.method,
         "ratio": asked.ratio,
@@ -167,12 +175,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     }
     if asked.skip:
         report["layer_index"] = massive.layer
-    if asked.compensation != "none":
-        given = (asked.calibration, asked.calibration_tokens, asked.seed)
-        rows = calibration_rows(model, *given)
-        smaller, reports = compensated(model, smaller, asked.compensation, rows, asked.sequential)
-        report |= {"compensation": asked.compensation, "compensated": reports}
-        report |= {"own_rows": rows} if asked.calibration == OWN else {}
+    report |= compensation
     for name, layers in facts.items():
         means = {layer: float(np.mean(each)) for layer, each in layers.items()}
         report[name] = float(np.mean(list(means.values())))

@@ -17,7 +17,8 @@ from ffn_heterogeneity.surgery import states
 from ffn_heterogeneity.surgery.blockwise import compensated
 from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_calibration
 from ffn_heterogeneity.surgery.compensation import OF_WEIGHTS, outgoing_of_survivors
-from ffn_heterogeneity.surgery.criteria import ON_TEXT
+from ffn_heterogeneity.surgery.criteria import ON_TEXT, PUBLISHED
+from ffn_heterogeneity.surgery.published import published_cuts
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.removal_plan import Cut, RemovalPlan
 from ffn_heterogeneity.surgery.seen import of_place, seen_states
@@ -45,7 +46,8 @@ class Removal(RemovalPlan):
         if self.count is not None:
             object.__setattr__(self, "ratio", None)
         super().__post_init__()
-        who = f"criterion {self.criterion!r}" if self.criterion in ON_TEXT else ""
+        reads = self.criterion in (*ON_TEXT, *PUBLISHED)
+        who = f"criterion {self.criterion!r}" if reads else ""
         check_calibration(self, who)
 
 
@@ -69,12 +71,13 @@ def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tup
     if plan.chooses_by:
         shown = rows if plan.chooses_by == "text" else None
         seen = seen_states(model.config, model.params, shown)
-    config, tree, removed, reports = reduce_model(model.config, model.params, plan, seen)
+    cuts = published_cuts(model, plan, rows) if rows and plan.criterion in PUBLISHED else None
+    config, tree, removed, reports = reduce_model(model.config, model.params, plan, seen, cuts)
     smaller = dataclasses.replace(model, config=config, params=restack(config, tree))
     if plan.compensation in states.METHODS:
         given = (plan.compensation, rows, plan.sequential)
         smaller, reports = compensated(model, smaller, *given)
-    results = results_of(plan, (model.config, config), removed, reports)
+    results = results_of(plan, (model.config, smaller.config), removed, reports)
     return smaller, results | ({"own_rows": rows} if plan.calibration == OWN and rows else {})
 
 
@@ -161,13 +164,18 @@ def only_block(blocks: Mapping[Place, dict], layer: int) -> dict:
 
 
 def reduce_model(
-    config: ModelConfig, params: dict, plan: RemovalPlan, seen: Sequence[Any] | None = None
+    config: ModelConfig,
+    params: dict,
+    plan: RemovalPlan,
+    seen: Sequence[Any] | None = None,
+    cuts: Mapping[int, Cut] | None = None,
 ) -> tuple[ModelConfig, dict, dict[int, np.ndarray], list[dict]]:
     """Remove the neurons that `plan` chooses from all layers; `params` are unchanged.
 
     Args:
       params: unstacked (or stacked: they are unstacked first).
       seen: from `seen_states`, if `plan.looks`.
+      cuts: instead of `plan.cuts`.
 
     Returns:
       (config with the new widths, unstacked params, {layer: removed neurons}, the compensation's
@@ -180,7 +188,8 @@ def reduce_model(
     states: Sequence[Any] = [None] * config.n_layers if seen is None else seen
     new, removed, reports = {}, {}, []
 
-    cuts = plan.cuts(config, lambda i: only_block(blocks, i), states)
+    if cuts is None:
+        cuts = plan.cuts(config, lambda i: only_block(blocks, i), states)
     massive = [spec for spec in (plan.protect, plan.lose) if spec.startswith("massive:")]
     if massive and not any(np.any((states[layer] or {})["massive"]) for layer in cuts):
         raise ValueError(

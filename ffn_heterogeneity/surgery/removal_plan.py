@@ -11,9 +11,15 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.surgery import criteria, states
 from ffn_heterogeneity.surgery.compensation import COMPENSATIONS
-from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count, select_global
+from ffn_heterogeneity.surgery.selection import (
+    highest,
+    layer_subset,
+    removal_count,
+    rounded_count,
+    select_global,
+)
 from ffn_heterogeneity.surgery.similarity import merges
-from ffn_heterogeneity.wording import check_choice, check_known, naming
+from ffn_heterogeneity.wording import check_choice, check_known, check_numbers, naming
 
 # The number of neurons that a layer loses or, with a global budget, their indices.
 Cut = int | np.ndarray
@@ -32,6 +38,8 @@ class RemovalPlan:
       protect: neurons that are removed last, whatever their score: "bos:5" (the 5 neurons of every
         layer with the largest |h| on bos), "massive:5" (in the massive layer only), "entropy:0.01"
         (the lowest-entropy 1% of every layer), or "" (none).
+      multiple: the number of neurons that stay in a layer is rounded to a multiple of it, as in
+        `selection.rounded_count`; 1: any number.
       lose: neurons that are removed first, whatever their score, instead of the last ones that the
         criterion would take: as `protect`, or "random:5", "random:0.01": this number, or share, of
         every layer's neurons that would stay, drawn with the seed. Takes priority over `protect`.
@@ -47,11 +55,13 @@ class RemovalPlan:
     compensation: str = "none"
     protect: str = ""
     lose: str = ""
+    multiple: int = 1
 
     @property
     def looks(self) -> str:
         """The activations that the removal needs: "" (none), "bos" or "text"."""
-        return "text" if self.compensation in states.METHODS else self.chooses_by
+        reads = self.compensation in states.METHODS or self.criterion in criteria.PUBLISHED
+        return "text" if reads else self.chooses_by
 
     @property
     def chooses_by(self) -> str:
@@ -62,10 +72,12 @@ class RemovalPlan:
         return "bos" if named_on_bos or self.criterion in criteria.ON_BOS else ""
 
     def __post_init__(self) -> None:
-        known = sorted((*criteria.CRITERIA, criteria.SIMILARITY))
+        known = sorted((*criteria.CRITERIA, criteria.SIMILARITY, *criteria.PUBLISHED))
         check_known([self.criterion], known, "criterion")
         check_choice("budget", self.budget, ("layer", "global"))
-        if self.budget == "global":
+        if self.criterion in criteria.PUBLISHED:
+            self._check_published()
+        elif self.budget == "global":
             criteria.scoring(self.criterion)
         check_choice("compensation", self.compensation, COMPENSATIONS)
         for setting, spec in (("protect", self.protect), ("lose", self.lose)):
@@ -77,6 +89,28 @@ class RemovalPlan:
             raise ValueError(f"lose={self.lose!r} is of each layer: use budget='layer'")
         if self.count is None:
             removal_count(1, ratio=self.ratio)
+        check_numbers(self, multiple="[1, inf)")
+
+    def _check_published(self) -> None:
+        budget = criteria.PUBLISHED[self.criterion]
+        if self.budget != budget:
+            raise ValueError(f"criterion={self.criterion!r} is one with budget={budget!r}")
+        for name in ("reverse", "protect", "lose"):
+            if value := getattr(self, name):
+                raise ValueError(f"{name}={value!r}: criterion {self.criterion!r} has no such form")
+
+    def count_of(self, width: int) -> int:
+        """Number of neurons that a layer of this width loses."""
+        count = removal_count(width, ratio=self.ratio, count=self.count)
+        return rounded_count(width, count, self.multiple)
+
+    def global_cuts(self, scores: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Return {layer: the neurons that go} by scores [m] of each layer and one budget."""
+        cuts = select_global(scores, ratio=self.ratio, count=self.count)
+        if self.multiple == 1:
+            return cuts
+        counts = {i: (len(scores[i]), len(gone), self.multiple) for i, gone in cuts.items()}
+        return {i: highest(scores[i], rounded_count(*each)) for i, each in counts.items()}
 
     def cuts(
         self, config: ModelConfig, leaves: Callable[[int], dict], seen: Sequence[Any] = ()
@@ -93,17 +127,16 @@ class RemovalPlan:
         """
         widths = config.ffn_widths
         chosen = layer_subset(self.layers, config.n_layers, config.groups)
-        how_much = {"ratio": self.ratio, "count": self.count}
         if self.budget == "layer":
-            return {layer: removal_count(widths[layer], **how_much) for layer in chosen}
+            return {layer: self.count_of(widths[layer]) for layer in chosen}
         # Sizes are checked before any score is computed.
-        select_global({i: np.zeros(widths[i]) for i in chosen}, **how_much)
+        self.global_cuts({i: np.zeros(widths[i]) for i in chosen})
         options = {"seed": self.seed, "reverse": self.reverse, "protect": self.protect}
         scores = {}
         for i in chosen:
             layer_options = {"layer": i, "activations": seen[i] if seen else None}
             scores[i] = criteria.layer_scores(self.criterion, leaves(i), **layer_options, **options)
-        return select_global(scores, **how_much)
+        return self.global_cuts(scores)
 
     def _with_lost(
         self, scores: np.ndarray, place: Place, cut: int, named: np.ndarray | None

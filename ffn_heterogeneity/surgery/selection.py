@@ -100,6 +100,22 @@ def removal_count(width: int, *, ratio: float | None = None, count: int | None =
     return int(count)
 
 
+def rounded_count(width: int, count: int, multiple: int) -> int:
+    """Number of neurons to remove so that a multiple is left: the nearest, the upper of two.
+
+    At least one multiple is left, and never more than the layer has; a count of 0 stays 0.
+
+    Raises:
+      ValueError: the layer is narrower than `multiple`.
+    """
+    if count == 0:
+        return 0
+    if width < multiple:
+        raise ValueError(f"multiple={multiple}: a layer has {width} neurons, which is less")
+    nearest = (width - count + multiple // 2) // multiple
+    return width - multiple * min(max(nearest, 1), width // multiple)
+
+
 def highest(scores: np.ndarray, count: int) -> np.ndarray:
     """Indices of the `count` highest scores, ascending; ties go to the lower index."""
     order = np.argsort(-scores, kind="stable")
