@@ -67,7 +67,7 @@ WORKS = [
 ]
 # Stages of the above; no model of their own; or functions that the last test calls.
 OTHERS = {"prune_recover", "fuse_recover", "expert_recover", "mlp_fusion", "benchmark"}
-OTHERS |= {"switch", "t5_recover", "judge", "prepare_data"} | {
+OTHERS |= {"switch", "t5_recover", "shrink", "judge", "prepare_data"} | {
     "answers",
     "chat",
     "classify",

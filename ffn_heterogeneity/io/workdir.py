@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -282,6 +283,12 @@ def inputs_of(config: Mapping[str, Any]) -> dict[str, str]:
         if os.path.isfile(value) or (os.path.isdir(value) and not _series(value)):
             fingerprints[key] = fingerprint(value)
     return fingerprints
+
+
+def stage_of(path: str) -> str:
+    """Name of the stage of the same job that a path begins with: "{shrink}/own_text.jsonl"."""
+    match = re.match(r"\{(\w+)\}/", path)
+    return match[1] if match else ""
 
 
 def _series(directory: str) -> bool:

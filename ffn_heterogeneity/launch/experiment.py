@@ -13,7 +13,7 @@ from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.io.workdir import finished
 from ffn_heterogeneity.launch import cli, configs
 from ffn_heterogeneity.launch.commands import COMMANDS
-from ffn_heterogeneity.launch.stages import Stage, run_stages
+from ffn_heterogeneity.launch.stages import Stage, effect_of, run_stages
 from ffn_heterogeneity.parallel.processes import answer, on_main, say
 from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.train.early import check_early
@@ -103,6 +103,8 @@ def _single(config: ConfigDict, workdir: epath.Path, shared: Shared, kind: str) 
                 check_early(read(stage.config))
     results = run_stages(stages, config.model, workdir)
     on_main(lambda: write_json(workdir / "results.json", {"stages": results}))
+    if len(stages) > 1 and (line := effect_of(results)):
+        answer(line)
     return {"stages": results}
 
 

@@ -9,14 +9,16 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.read import read_json
-from ffn_heterogeneity.io.workdir import WorkdirError, release_workdir, what_is_computed
+from ffn_heterogeneity.io.rows import flatten_config
+from ffn_heterogeneity.io.workdir import WorkdirError, release_workdir, stage_of, what_is_computed
 from ffn_heterogeneity.launch.commands import COMMANDS, Command
 from ffn_heterogeneity.parallel.processes import on_main, say
 from ffn_heterogeneity.train.shared import Shared
@@ -57,8 +59,11 @@ def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) 
     Returns:
       `{stage name: its results}`.
 
+    A path in a stage's config that begins with an earlier stage's name in braces is in its folder:
+    "{shrink}/own_text.jsonl".
+
     Raises:
-      ValueError: no stages, or two of one name.
+      ValueError: no stages, two of one name, or a path in the folder of one that is not before it.
       WorkdirError: the directory holds other stages, or one completed with another config.
     """
     names = [stage.name for stage in stages]
@@ -67,6 +72,10 @@ def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) 
             raise ValueError(f"two stages are named {name!r}: give each its own name")
     if not names:
         raise ValueError("stages is empty: name at least one")
+    for i, stage in enumerate(stages):
+        for key, (name, _) in _paths_in_stages(stage.config).items():
+            if name not in names[:i]:
+                raise ValueError(f"stage {stage.name!r}: {key}: no stage {name!r} is before it")
     root, results = epath.Path(workdir), {}
     folders = [root / f"{i:02d}_{stage.name}" for i, stage in enumerate(stages)]
     digests = _digests(stages, model)
@@ -76,8 +85,10 @@ def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) 
             say(f"stage {stage.name}: completed before, skipped")
         else:
             say(f"stage {stage.name} ({stage.kind})")
-            _run_stage(stage, model, folder)
+            start = time.perf_counter()
+            _run_stage(stage, model, folder, dict(zip(names, folders, strict=True)))
             marker = {"kind": stage.kind, "name": stage.name, "digest": digest}
+            marker["seconds"] = time.perf_counter() - start
             on_main(lambda: write_json(folder / MARKER, marker))  # noqa: B023 (called at once)
         results[stage.name] = read_json(folder / "results.json")
         if stage.command.makes_model:
@@ -85,9 +96,19 @@ def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) 
     return results
 
 
-def _run_stage(stage: Stage, model: str, folder: epath.Path) -> None:
+def _paths_in_stages(config: ConfigDict) -> dict[str, tuple[str, str]]:
+    """{key: (stage, rest of the path)} of the paths that are in the folder of a stage."""
+    texts = {key: x for key, x in flatten_config(config.to_dict()).items() if isinstance(x, str)}
+    return {key: (stage_of(x), x.partition("/")[2]) for key, x in texts.items() if stage_of(x)}
+
+
+def _run_stage(
+    stage: Stage, model: str, folder: epath.Path, folders: Mapping[str, epath.Path]
+) -> None:
     config = stage.config.copy_and_resolve_references()
     config.model = model
+    paths = {key: folders[name] / rest for key, (name, rest) in _paths_in_stages(config).items()}
+    config.update_from_flattened_dict({key: os.fspath(path) for key, path in paths.items()})
     run = functools.partial(stage.command, config, folder, Shared(keep_model=False))
     on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
     try:
@@ -96,6 +117,22 @@ def _run_stage(stage: Stage, model: str, folder: epath.Path) -> None:
         # Lets the corrected command use the same directory.
         on_main(lambda: release_workdir(folder))
         raise
+
+
+def effect_of(results: Mapping[str, Mapping]) -> str:
+    """Describe what a job did to the model in one line; "" if no stage says it.
+
+    Args:
+      results: from `run_stages`.
+    """
+    stages, lines = list(results.values()), []
+    if sizes := [x for x in stages if "parameters_before" in x and "parameters_after" in x]:
+        before, after = sizes[0]["parameters_before"], sizes[-1]["parameters_after"]
+        lines.append(f"{before:,} -> {after:,} parameters ({after / before - 1:+.1%})")
+    if scored := [x for x in stages if "perplexity_after" in x]:
+        before, after = scored[0]["perplexity_before"], scored[-1]["perplexity_after"]
+        lines.append(f"perplexity {before:,.4f} -> {after:,.4f} ({after / before - 1:+.1%})")
+    return "; ".join(lines)
 
 
 def _digests(stages: Sequence[Stage], model: str) -> list[str]:

@@ -12,6 +12,7 @@ from ffn_heterogeneity.data.mixtures import place_of
 from ffn_heterogeneity.data.sources import DataError, kind_of, named_place
 from ffn_heterogeneity.data.tasks import get_task
 from ffn_heterogeneity.data.weighted import parse_mixture
+from ffn_heterogeneity.io.workdir import stage_of
 from ffn_heterogeneity.train.labels import task_of
 from ffn_heterogeneity.train.settings import LANGUAGE, TrainConfig
 from ffn_heterogeneity.wording import settings_of
@@ -31,6 +32,8 @@ def check_early(config: TrainConfig) -> None:
     if config.objective == LANGUAGE:
         importlib.import_module("grain")
     for key, path in _paths(config.data):
+        if stage_of(path):  # written before this stage begins
+            continue
         kind = kind_of(path) if path else "hub"  # of the task's data set
         if kind != "hub" and not epath.Path(path).expanduser().exists():
             raise DataError(f"data.{key}={path!r}: no such file")
