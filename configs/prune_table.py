@@ -9,6 +9,7 @@ Command:   python scripts/sweep.py --config=configs/prune_table.py --sweep=crite
            --sweep=own: rules on text that the model itself writes (or on `calibrations`, where an
            own_text.jsonl saves writing it again), plain and with the compensation
            state_ridge; --sweep=tokens: the hybrid on more and less of it
+           --sweep=shrink: what people use (Wanda-sp, FLAP, whole blocks) and ours, on such text
            --sweep=needed: does entropy need the neurons that it leaves alone? Some are lost too
 Hardware:  one CPU or accelerator with the model's size in host memory twice. The model is loaded
            once; nothing but numbers is written.
@@ -23,6 +24,7 @@ Layers are numbered from 0 here: "odd" are layers 1, 3, 5, ..., which the paper,
 calls even (in Gemma-2 those with global attention).
 """
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -32,6 +34,8 @@ from configs import prune
 from configs.parts import in_memory
 from ffn_heterogeneity.io.load import load_config
 from ffn_heterogeneity.launch.sweep import Sweep, chain, point, product
+from ffn_heterogeneity.models.leaves import expected_shapes
+from ffn_heterogeneity.surgery.blockwise import has_ffn_bias
 from ffn_heterogeneity.surgery.criteria import CRITERIA, ON_TEXT
 
 KIND = "in_memory"
@@ -42,6 +46,8 @@ def get_config() -> ConfigDict:
     config = in_memory.get_config(prune.get_config())
     # Of the sweep "rivals": texts for criteria that look at activations, one point each.
     config.calibrations = ()
+    config.surgery = "prune"  # prune | drop_layers (configs/drop_layers.py)
+    config.blocks = 1  # of drop_layers: how many go
     return config
 
 
@@ -102,6 +108,36 @@ def own(config: ConfigDict):
     )
 
 
+def shrink(config: ConfigDict):
+    """Rules on text (`calibrations`; none: what the model writes), and as many parameters in whole
+    blocks."""
+    model = load_config(config.model, revision=config.revision)
+    sizes = {path: math.prod(shape) for path, shape in expected_shapes(model).items()}
+    block, ffn = (
+        sum(size for path, size in sizes.items() if path.startswith(prefix))
+        for prefix in ("layers/0/", "layers/0/ffn/")
+    )
+    blocks = max(1, round(config.ratio * model.n_layers * ffn / block))
+    flap = {"criterion": "flap_published", "budget": "global"}
+    if has_ffn_bias(model):
+        flap["compensation"] = "bias"
+    hybrid = {"criterion": "optipfair"}
+    rules = chain(
+        point("mean_state", {"criterion": "mean_state"}),
+        point("wanda_sp", {"criterion": "wanda_sp_published"}),
+        point("flap", flap),
+        point("hybrid", hybrid),
+        point("hybrid_ridge", hybrid | {"compensation": "state_ridge"}),
+        point("depth", {"surgery": "drop_layers", "layers": "", "blocks": blocks}),
+    )
+    return chain(
+        UNPRUNED,
+        point("entropy", {"criterion": "entropy"}),
+        product(RANDOM, {"seed": (0, 1, 2)}),
+        product(rules, _named(config.calibrations or ("own",))),
+    )
+
+
 def tokens(config: ConfigDict):
     """The hybrid on more and less text."""
     hybrid, sizes = point("optipfair", {"criterion": "optipfair"}), (2048, 8192, 32768, 65536)
@@ -130,6 +166,7 @@ SWEEPS = {
     "rivals": rivals,
     "own": own,
     "tokens": tokens,
+    "shrink": shrink,
     "needed": chain(
         UNPRUNED,
         product(point("entropy", {"criterion": "entropy"}), {"lose": LOST}),

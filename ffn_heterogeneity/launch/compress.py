@@ -115,7 +115,7 @@ def describe(name: str, results: dict) -> str:
         neurons = sum(map(np.size, results["removed"]))  # those of every expert
         what = f"removed {neurons:,} neurons by {results['criterion']}"
     if "dropped" in results:
-        what = f"dropped the blocks {', '.join(map(str, results['dropped']))}"
+        what = f"dropped block {', '.join(map(str, results['dropped']))}"
     if "removed_experts" in results:
         count = sum(map(len, results["removed_experts"]))
         what = f"removed {count:,} experts by {results['rule']}"

@@ -86,21 +86,25 @@ def compensated(
     return dataclasses.replace(smaller, params=params), reports
 
 
+def has_ffn_bias(config: ModelConfig) -> bool:
+    """True if the model's FFNs have biases, or its format has a place for them."""
+    return config_from_hf(config_to_hf(dataclasses.replace(config, ffn_bias=True))).ffn_bias
+
+
 def _with_biases(model: Model) -> Model:
     """The model with biases of 0 in its FFNs, if it has none and config.json can name them.
 
     Raises:
       ValueError: the format has no such biases.
     """
-    config = dataclasses.replace(model.config, ffn_bias=True)
     if model.config.ffn_bias:
         return model
-    if not config_from_hf(config_to_hf(config)).ffn_bias:
+    if not has_ffn_bias(model.config):
         raise ValueError(
-            f"compensation='bias' adds to the FFN's output bias, and {config.family}'s format has "
-            "none: use state_ridge"
+            f"compensation='bias' adds to the FFN's output bias, and {model.config.family}'s "
+            "format has none: use state_ridge"
         )
-    tree = unstack(model.params)
+    config, tree = dataclasses.replace(model.config, ffn_bias=True), unstack(model.params)
     layers = [
         {**leaves, "ffn": {name: _with_bias(linear) for name, linear in leaves["ffn"].items()}}
         for leaves in tree["layers"]
