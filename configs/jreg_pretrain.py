@@ -44,17 +44,8 @@ def get_config(argument: str = "170m") -> ConfigDict:
         raise ValueError(f"config argument {argument!r}: choose one of {', '.join(SIZES)}")
     layers, d_model, ffn_width, heads, rate = SIZES[size]
     config = train.get_config()
-    config.model = ""  # a model to continue from; "": a new one of the shape below
-
-    config.shape = ConfigDict()  # of a Llama with SwiGLU and as many key heads as heads
-    config.shape.layers = layers  # transformer blocks
-    config.shape.d_model = d_model  # width of the residual stream
-    config.shape.ffn_width = ffn_width  # neurons of a block
-    config.shape.n_heads = heads  # of attention
-    config.shape.vocab_size = 32_000  # the tokenizer's, or more
-    config.shape.tied = False  # whether the head is the embedding table
-    # Of a new model: a directory, a .gguf file or a hub id.
-    config.tokenizer = ""
+    # of a Llama with SwiGLU and as many key heads as heads
+    train.new_model(config, layers, d_model, ffn_width, heads)
     train.pretraining(config)
 
     losses.add(config, ("nll", "jreg", *more))

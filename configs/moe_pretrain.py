@@ -37,19 +37,10 @@ def get_config(argument: str = "local") -> ConfigDict:
         raise ValueError(f"config argument {argument!r}: choose one of {', '.join(SIZES)}")
     layers, d_model, ffn_width, experts, top_k, heads, rate = SIZES[size]
     config = train.get_config()
-    config.model = ""  # a model to continue from; "": a new one of the shape below
-
-    config.shape = ConfigDict()  # of a Mixtral with as many key heads as heads
-    config.shape.layers = layers  # transformer blocks
-    config.shape.d_model = d_model  # width of the residual stream
-    config.shape.ffn_width = ffn_width  # neurons of an expert
+    # of a Mixtral with as many key heads as heads
+    train.new_model(config, layers, d_model, ffn_width, heads)
     config.shape.experts = experts  # of each layer
     config.shape.top_k = top_k  # experts that a token is sent to
-    config.shape.n_heads = heads  # of attention
-    config.shape.vocab_size = 32_000  # the tokenizer's, or more
-    config.shape.tied = False  # whether the head is the embedding table
-    # Of a new model: a directory, a .gguf file or a hub id.
-    config.tokenizer = ""
     train.pretraining(config)
 
     losses.add(config, ("nll", "load_balance", *more))

@@ -39,22 +39,15 @@ def get_config(argument: str = "local") -> ConfigDict:
         raise ValueError(f"config argument {argument!r}: choose one of {', '.join(SIZES)}")
     layers, d_model, ffn_width, heads, rate = SIZES[size]
     config = train.get_config()
-    config.model = ""  # a model to continue from; "": a new one of the shape below
     config.objective = "span_corruption"  # of rows of text
     config.density = SPANS["density"]  # share of the tokens that become targets
     config.mean_span = SPANS["mean_span"]  # mean length of their spans, in tokens
 
-    config.shape = ConfigDict()  # of a T5 1.1 (gated GELU); with experts of a Switch (ReLU)
+    # of a T5 1.1 (gated GELU); with experts of a Switch (ReLU)
+    train.new_model(config, layers, d_model, ffn_width, heads)
     config.shape.encoder_layers = layers  # blocks of the encoder
-    config.shape.layers = layers  # blocks of the decoder
-    config.shape.d_model = d_model  # width of the residual streams
-    config.shape.ffn_width = ffn_width  # neurons of a block
-    config.shape.n_heads = heads  # of attention
     # The tokenizer's and 100 sentinels, unless it has <extra_id_0> and so on.
     config.shape.vocab_size = 32_128
-    config.shape.tied = False  # whether the head is the embedding table
-    # Of a new model: a directory, a .gguf file or a hub id.
-    config.tokenizer = ""
     train.pretraining(config)
     config.data.bos = "none"  # a row begins with a document's first token
 

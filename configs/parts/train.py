@@ -69,6 +69,20 @@ def get_config() -> ConfigDict:
     return config
 
 
+def new_model(config: ConfigDict, layers: int, d_model: int, ffn_width: int, heads: int) -> None:
+    """The shape of a model with random weights, or a model to continue from."""
+    config.model = ""  # a model to continue from; "": a new one of the shape below
+    config.shape = ConfigDict()
+    config.shape.layers = layers  # transformer blocks (of an encoder-decoder: of the decoder)
+    config.shape.d_model = d_model  # width of the residual stream
+    config.shape.ffn_width = ffn_width  # neurons of a block, or of an expert
+    config.shape.n_heads = heads  # of attention
+    config.shape.vocab_size = 32_000  # the tokenizer's, or more
+    config.shape.tied = False  # whether the head is the embedding table
+    # Of a new model: a directory, a .gguf file or a hub id.
+    config.tokenizer = ""
+
+
 def pretraining(config: ConfigDict) -> None:
     """Data and schedule of pre-training from random weights; JREG's paper has this optimizer."""
     config.data.task = "tokens"  # shards of scripts/prepare_data.py; or text, jsonl
