@@ -85,15 +85,17 @@ def perplexity(
 
 
 def by_text(results: Mapping[str, Any], windows: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """{name: "nll", "accuracy" and "windows"} of several texts measured together.
+    """{name: "nll", "accuracy", "windows" and "first_window"} of several texts measured together.
 
     Args:
       results: from `perplexity`, of the texts' windows in order, all equally long.
       windows: name -> number of windows.
     """
     ends = np.cumsum([*windows.values()])[:-1]
+    firsts = [0, *ends.tolist()]
     parts = {x: np.split(results[f"{x}_windows"], ends) for x in ("nll", "accuracy")}
     return {
-        name: {x: float(part[i].mean()) for x, part in parts.items()} | {"windows": count}
+        name: {x: float(part[i].mean()) for x, part in parts.items()}
+        | {"windows": count, "first_window": firsts[i]}
         for i, (name, count) in enumerate(windows.items())
     }

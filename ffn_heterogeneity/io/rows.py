@@ -34,7 +34,7 @@ FIELDS: dict[str, type] = {
     "shots": int,  # examples in its prompt
     "split": str,  # train, validation, test
     "seed": int,
-    "units": str,  # the file that holds the value of each window or question
+    "units": str,  # the file with the value of each window or question
 }
 MAX_LINE = 1 << 20
 SPLITS = ("train/", "validation/", "test/")
@@ -62,6 +62,10 @@ _NO_MEASUREMENTS = (
     "processes",
     "ratio",
     "count",
+    "multiple",
+    "first_window",
+    "blocks",
+    "dropped",
     "k",
     "layer_index",
     "token",
@@ -177,6 +181,9 @@ def _interval(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     windows = f"{'nll' if name == 'perplexity' else name}_windows"
     if windows in values:
         return {"n": len(values[windows]), "units": f"{RESULTS}:{windows}"}
+    if name in ("nll", "accuracy") and _is_int(values, "first_window"):
+        first, n = values["first_window"], values["windows"]
+        return {"n": n, "units": f"{RESULTS}:{windows}[{first}:{first + n}]"}
     if name in ("nll", "perplexity") and _is_int(values, "windows"):
         return {"n": values["windows"]}
     low, high = (values.get(f"{name}_{end}") for end in ("low", "high"))

@@ -78,7 +78,8 @@ def removals(runs: Frame) -> Frame:
     The settings of a removal have no effect on the dense model, nor the seed on rules that do not
     draw.
     """
-    rows = c.evaluated(c.need(runs, *REMOVAL, *SIZE, *EVALUATION), "criterion")
+    rows = c.evaluated(c.need(runs, *REMOVAL, *SIZE, *EVALUATION, "surgery"), "criterion")
+    rows = rows[rows.surgery.fillna("prune") == "prune"]  # whole blocks have a report of their own
     rows = rows.fillna({"protect": "", "lose": "", "calibration": "", "sequential": False})
     whole = rows.criterion == "none"
     rows.loc[whole, [*REMOVAL[1:], *SIZE]] = None

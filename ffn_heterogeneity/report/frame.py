@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -211,7 +212,8 @@ def units(run: str, spec: str) -> dict[Any, float]:
 
     Args:
       run: the frame's column of that name.
-      spec: the frame's: "results.json:nll_windows", or "samples/<task>.jsonl:<metric>".
+      spec: the frame's: "results.json:nll_windows", of one text of several with the range of its
+        windows ("nll_windows[3:9]"), or "samples/<task>.jsonl:<metric>".
     """
     name, _, key = spec.partition(":")
     place = os.path.join(run, name)
@@ -221,7 +223,9 @@ def units(run: str, spec: str) -> dict[Any, float]:
             rows = [parse_object(line, place) for line in text.splitlines()]
             return {row["doc_id"]: float(row[key]) for row in rows if key in row}
         results = parse_object(text or "{}", place)
-        values = dict(enumerate(map(float, results.get(key, ()))))
+        key, first, last = re.fullmatch(r"(\w+)(?:\[(\d+):(\d+)\])?", key).groups()
+        all_values = [*enumerate(map(float, results.get(key, ())))]
+        values = dict(all_values[int(first) : int(last)] if first else all_values)
         documents = results.get("window_documents")
         return {(documents[i], i): x for i, x in values.items()} if documents else values
     except (TypeError, LookupError, OverflowError) as error:

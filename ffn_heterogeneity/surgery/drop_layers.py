@@ -58,7 +58,7 @@ def drop_layers(model: Model, settings: Mapping[str, Any] | Dropping, data=None,
     Also runs under `jax.eval_shape`, where blocks without names are taken to be the last.
 
     Returns:
-      the report has "dropped" (ascending), "displacement" (Psi of every block; None if they are
+      the report has "dropped" (ascending), "psi" (of every block; None if they are
       named) and the numbers of parameters; with calibration "own" also "own_rows", the text.
 
     Raises:
@@ -89,7 +89,7 @@ def drop_layers(model: Model, settings: Mapping[str, Any] | Dropping, data=None,
     before, after = (count_parameters(one)["total"] for one in (config, shorter.config))
     report = dataclasses.asdict(asked) | {
         "dropped": list(dropped),
-        "displacement": None if psi is None else psi.tolist(),
+        "psi": None if psi is None else psi.tolist(),
         "parameters_before": before,
         "parameters_after": after,
         "parameters_removed_percent": 100.0 * (before - after) / before,

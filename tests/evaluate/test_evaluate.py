@@ -18,6 +18,7 @@ from ffn_heterogeneity.evaluate.run import check_config, run
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.config import HeadConfig
+from ffn_heterogeneity.report import frame as frames
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 GEMMA2 = tiny_of("gemma2", layers=4)
@@ -86,6 +87,10 @@ def test_a_directory_of_texts_is_measured_together_and_text_by_text(model, tmp_p
     assert results["nll"] == pytest.approx(np.mean(results["nll_windows"]), rel=1e-6)
     assert len(set(results["window_documents"][1:]) & set(results["window_documents"][:1])) == 0
     rows = [json.loads(line) for line in (tmp_path / "run/rows.jsonl").read_text().splitlines()]
+    [units] = [row["units"] for row in rows if row["what"] == "texts/b/nll"]
+    its = frames.units(str(tmp_path / "run"), units)
+    assert np.mean([*its.values()]) == pytest.approx(results["texts"]["b"]["nll"], rel=1e-6)
+    assert [place for _, place in its] == [1, 2, 3]
     assert {"texts/a/nll", "texts/b/accuracy"} <= {row["what"] for row in rows}
     (folder / "a.md").write_text("the same name")
     refused("3 text files .* of 2 names", run, config, tmp_path / "names")

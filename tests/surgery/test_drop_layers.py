@@ -90,7 +90,7 @@ def test_those_that_move_the_stream_least_go(tmp_path):
     write_rows(tmp_path / "own.jsonl", rows)
     asked = {"blocks": 2, "calibration": str(tmp_path / "own.jsonl")}
     _, report = DROP(model_of(LLAMA, params), asked)
-    np.testing.assert_allclose(report["displacement"], moved / tokens, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(report["psi"], moved / tokens, rtol=1e-4, atol=1e-7)
     assert report["dropped"] == sorted(np.argsort(moved)[:2].tolist()) == [2, 4]
 
 

@@ -1,0 +1,76 @@
+"""Smaller models without training: what people use, ours, and whole blocks at equal parameters.
+
+A report of our own, in the form of those of the papers:
+
+  python scripts/report.py --paper=docs/studies/shrink.py runs/shrink-* --out=runs/shrink
+
+on scripts/sweep.py --config=configs/prune_table.py --sweep=shrink, with a directory of texts as
+--config.text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ffn_heterogeneity.report import cells as c
+from ffn_heterogeneity.report.cells import Frame
+
+NAMES = {
+    "none": "unpruned",
+    "mean_state": "mean activation",
+    "wanda_sp_published": "Wanda-sp",
+    "flap_published": "FLAP without bias",
+    "flap_published, bias": "FLAP",
+    "optipfair": "hybrid",
+    "optipfair, state_ridge": "hybrid + state_ridge",
+}
+KEYS = ("surgery", "criterion", "compensation", "ratio", "blocks", "calibration", "seed")
+FREE = (*KEYS, "budget", "layers", "calibration_tokens", "method", "removed", "fewer")
+LABELS = ["model", "removed", "method", "fewer", "place"]
+BLOCKS, ENTROPY, WHOLE = "whole blocks", "entropy", "unpruned"
+
+
+def shrunk(runs: Frame) -> Frame:
+    """Scores after a removal; "removed": the share of the neurons, "fewer": of all parameters."""
+    rows = c.evaluated(c.need(runs, *KEYS, "budget", "layers", "calibration_tokens"), "criterion")
+    whole, deep = rows.criterion == "none", rows.surgery == "drop_layers"
+    plain = rows.compensation.fillna("none") == "none"
+    rules = rows.criterion.where(plain, rows.criterion + ", " + rows.compensation.astype(str))
+    method = rules.replace(NAMES).mask(deep, BLOCKS).mask(whole, WHOLE)
+    lost = rows[rows.what == "parameters_removed_percent"].groupby("run")["value"].mean()
+    return rows.assign(
+        method=method,
+        removed=c.label(rows, "{:.0%}".format, "ratio").mask(whole, "-"),
+        fewer=rows["run"].map(lost).fillna(0).map("{:.1f}%".format),
+        seed=rows.seed.where(method == "random"),
+        place="here",
+    )
+
+
+def losses(rows: Frame) -> dict[str, Frame]:
+    """{text: rows of its NLL}; of one text alone also "NLL"."""
+    name = rows.what.str.extract(r"^texts/(.+)/nll$", expand=False)
+    texts = dict(iter(rows[name.notna()].groupby(name, sort=False)))
+    return texts or {"NLL": rows[rows.what == "nll"]}
+
+
+def compared(shrunk: Frame) -> Frame:
+    columns: dict[str, Any] = {}
+    for text, rows in losses(shrunk).items():
+        columns[text] = c.cells(rows, LABELS)
+        base, on = rows[rows.method == ENTROPY], ["model", "removed", "place"]
+        columns[f"{text}, Δ vs entropy"] = c.against(rows, base, LABELS, on, FREE, c.paired_units)
+    return c.table(shrunk, LABELS, columns)
+
+
+def shares(shrunk: Frame) -> Frame:
+    """Added NLL as a share of what entropy adds, at the same size."""
+    index, columns = ["model", "removed", "method", "place"], {}
+    for text, rows in losses(shrunk).items():
+        means = rows.groupby(index, sort=False, dropna=False)["value"].mean()
+        dense = means.xs(WHOLE, level="method").groupby("model").mean()
+        added = means - means.index.get_level_values("model").map(dense)
+        base = added.xs(ENTROPY, level="method").groupby(["model", "removed"]).mean()
+        keys = [added.index.get_level_values(name) for name in ("model", "removed")]
+        columns[text] = added / [base.get(key) for key in zip(*keys, strict=True)]
+    return c.table(shrunk, index, columns)
