@@ -21,13 +21,13 @@ def get_config() -> ConfigDict:
     config = perplexity.get_config()
     config.update(
         {
+            # As in their authors' code: wanda_sp_published | flap_published (FLAP with budget=global
+            # and compensation=bias).
             # What goes: entropy | gini | mstd | magnitude | random | similarity (Srinivas & Babu
             # 2015: neurons that resemble another) | largest_outgoing | maw | vow | pon (these
             # three are OptiPFair's, of the incoming weights) | bos (|h| on bos) | mean_state (of
             # |h|, over calibration text) | optipfair (its hybrid) | wanda_sp | flap (||h|| and its
-            # variance, times outgoing norms) | wanda_sp_published | flap_published (as in their
-            # authors' code; FLAP with budget=global and compensation=bias); reverse turns the order
-            # round.
+            # variance, times outgoing norms); reverse turns the order round.
             "criterion": Removal.criterion,
             # own: what the model itself writes, no data at all; a UTF-8 text, from its beginning;
             # or the own_text.jsonl that such a run leaves in its work directory
