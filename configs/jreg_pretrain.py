@@ -60,10 +60,10 @@ def get_config(argument: str = "170m") -> ConfigDict:
     config.steps = 200_000
     config.seq_len = 1024
     config.optimizer.learning_rate = rate
+    # Local: a jump needs many steps and a large vocabulary, not many tokens; tied, because then more
+    # seeds jump within the last three layers (of those tried).
     if size == "local":
         config.shape.vocab_size = 4096
-        # A jump needs many steps and a large vocabulary, not many tokens; tied, because then more
-        # seeds jump within the last three layers (of those tried).
         config.shape.tied = True
         config.steps, config.batch_size, config.accumulation, config.seq_len = 3000, 4, 1, 128
         config.optimizer.warmup_steps = 300
