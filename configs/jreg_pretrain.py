@@ -60,8 +60,8 @@ def get_config(argument: str = "170m") -> ConfigDict:
     config.steps = 200_000
     config.seq_len = 1024
     config.optimizer.learning_rate = rate
-    # Local: a jump needs many steps and a large vocabulary, not many tokens; tied, because then more
-    # seeds jump within the last three layers (of those tried).
+    # Local: a jump needs many steps and a large vocabulary, not many tokens; tied, because then
+    # more seeds jump within the last three layers (of those tried).
     if size == "local":
         config.shape.vocab_size = 4096
         config.shape.tied = True

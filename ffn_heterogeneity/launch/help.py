@@ -80,8 +80,10 @@ def comments_of(file: str, config: ConfigDict) -> dict[str, str]:
     said, own = {}, _comments(Path(file))
     for key in flatten_config(config.to_dict()):
         stage = config[key.split(".")[0]]
-        base = find_config(str(stage.get("base"))) if isinstance(stage, ConfigDict) else None
-        tiers = [own, _comments(Path(base.partition(":")[0]))] if base else [own]
+        base = stage.get("base", "") if isinstance(stage, ConfigDict) else ""
+        tiers = [own]
+        if found := find_config(base) if base else None:
+            tiers.append(_comments(Path(found.partition(":")[0])))
         ends = [key.split(".", i)[-1] for i in range(key.count(".") + 1)]
         said[key] = next((tier[end] for tier in tiers for end in ends if end in tier), "")
     return said

@@ -79,7 +79,7 @@ def removals(runs: Frame) -> Frame:
     draw.
     """
     rows = c.evaluated(c.need(runs, *REMOVAL, *SIZE, *EVALUATION, "surgery"), "criterion")
-    rows = rows[rows.surgery.fillna("prune") == "prune"]  # docs/studies/shrink.py reports whole blocks
+    rows = rows[rows.surgery.fillna("prune") == "prune"]  # whole blocks: docs/studies/shrink.py
     rows = rows.fillna({"protect": "", "lose": "", "calibration": "", "sequential": False})
     whole = rows.criterion == "none"
     rows.loc[whole, [*REMOVAL[1:], *SIZE]] = None

@@ -223,9 +223,10 @@ def units(run: str, spec: str) -> dict[Any, float]:
             rows = [parse_object(line, place) for line in text.splitlines()]
             return {row["doc_id"]: float(row[key]) for row in rows if key in row}
         results = parse_object(text or "{}", place)
-        key, first, last = re.fullmatch(r"(\w+)(?:\[(\d+):(\d+)\])?", key).groups()
-        all_values = [*enumerate(map(float, results.get(key, ())))]
-        values = dict(all_values[int(first) : int(last)] if first else all_values)
+        part = re.fullmatch(r"(\w+)\[(\d+):(\d+)\]", key)
+        its = slice(int(part[2]), int(part[3])) if part else slice(None)
+        numbers = map(float, results.get(part[1] if part else key, ()))
+        values = dict([*enumerate(numbers)][its])
         documents = results.get("window_documents")
         return {(documents[i], i): x for i, x in values.items()} if documents else values
     except (TypeError, LookupError, OverflowError) as error:

@@ -17,10 +17,10 @@ import numpy as np
 from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import require_one_stack
-from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.probes.displacement import DISPLACEMENT
 from ffn_heterogeneity.probes.observe import observe, token_batches
 from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_text
+from ffn_heterogeneity.surgery.reduce import sizes_of
 from ffn_heterogeneity.surgery.selection import layer_subset
 from ffn_heterogeneity.surgery.truncate import with_blocks
 from ffn_heterogeneity.tree import is_abstract
@@ -53,13 +53,13 @@ class Dropping:
 
 
 def drop_layers(model: Model, settings: Mapping[str, Any] | Dropping, data=None, key=None) -> tuple:
-    """Return (the model without these blocks, a report).
+    """Return the model without these blocks, and a report.
 
     Also runs under `jax.eval_shape`, where blocks without names are taken to be the last.
 
     Returns:
-      the report has "dropped" (ascending), "psi" (of every block; None if they are
-      named) and the numbers of parameters; with calibration "own" also "own_rows", the text.
+      (the model, {"dropped": ascending, "psi": of every block, None if they are named, the numbers
+      of parameters, with calibration "own" also "own_rows": the text}).
 
     Raises:
       ValueError: no block would stay, two stacks, or a task's head that reads every block.
@@ -86,14 +86,8 @@ def drop_layers(model: Model, settings: Mapping[str, Any] | Dropping, data=None,
     if len(dropped) >= config.n_layers:
         raise ValueError(f"{len(dropped)} of {config.n_layers} blocks would go: name fewer")
     shorter = with_blocks(model, [i for i in range(config.n_layers) if i not in dropped])
-    before, after = (count_parameters(one)["total"] for one in (config, shorter.config))
-    report = dataclasses.asdict(asked) | {
-        "dropped": list(dropped),
-        "psi": None if psi is None else psi.tolist(),
-        "parameters_before": before,
-        "parameters_after": after,
-        "parameters_removed_percent": 100.0 * (before - after) / before,
-    }
+    report = dataclasses.asdict(asked) | sizes_of(config, shorter.config)
+    report |= {"dropped": list(dropped), "psi": None if psi is None else psi.tolist()}
     return shorter, report | ({"own_rows": rows} if rows and asked.calibration == OWN else {})
 
 

@@ -218,12 +218,22 @@ def results_of(
       removed, reports: from `reduce_model`.
     """
     before, after = configs
-    total, left = (count_parameters(config)["total"] for config in configs)
-    return dataclasses.asdict(plan) | {
-        "removed": [removed.get(i, np.zeros(0, int)).tolist() for i in range(before.n_layers)],
-        "compensated": reports,
-        "ffn_widths_before": list(before.ffn_widths),
-        "ffn_widths_after": list(after.ffn_widths),
+    return (
+        dataclasses.asdict(plan)
+        | {
+            "removed": [removed.get(i, np.zeros(0, int)).tolist() for i in range(before.n_layers)],
+            "compensated": reports,
+            "ffn_widths_before": list(before.ffn_widths),
+            "ffn_widths_after": list(after.ffn_widths),
+        }
+        | sizes_of(before, after)
+    )
+
+
+def sizes_of(before: ModelConfig, after: ModelConfig) -> dict[str, float]:
+    """Numbers of parameters before and after a surgery, and the share that is gone, in percent."""
+    total, left = (count_parameters(config)["total"] for config in (before, after))
+    return {
         "parameters_before": total,
         "parameters_after": left,
         "parameters_removed_percent": 100.0 * (total - left) / total,

@@ -31,7 +31,7 @@ def leaves_of(directory):
     return flatten(load_model(str(directory)).params)
 
 
-def test_it_trains_on_what_it_wrote_and_folds_it(files, tmp_path, capsys):
+def test_it_trains_on_what_it_wrote_and_folds_it(torch, files, tmp_path, capsys):
     last = {"recover__export__weights": "last", "recover__optimizer__learning_rate": 0.1}
     scored = {"text": str(files[1]), "window": 16, "window_every": 3}
     made = shrunk(files, tmp_path, **last, **scored)
@@ -53,7 +53,6 @@ def test_it_trains_on_what_it_wrote_and_folds_it(files, tmp_path, capsys):
     assert line.endswith(f"perplexity {ends[0]:,.4f} -> {ends[1]:,.4f} ({change:+.1%})")
     sizes = made["shrink"]["parameters_before"], sum(leaf.size for leaf in after.values())
     assert line.startswith(f"{sizes[0]:,} -> {sizes[1]:,} parameters")
-    torch = pytest.importorskip("torch")
     tokens = np.random.default_rng(0).integers(2, 258, (2, 12))
     theirs = torch_logits(torch, torch_model(torch, fold), tokens)
     model = load_model(str(fold))

@@ -70,8 +70,7 @@ def test_wanda_sp_goes_on_with_the_pruned_model(calibration, count):
     assert report["removed"] == removed
 
 
-def test_flaps_biases_are_in_the_file_and_in_transformers(tmp_path, calibration):
-    torch = pytest.importorskip("torch")
+def test_flaps_biases_are_in_the_file_and_in_transformers(torch, tmp_path, calibration):
     model = model_of(config=LLAMA)
     asked = {**FLAP, **calibration, "ratio": 0.3, "budget": "layer", "criterion": "flap"}
     smaller, report = PRUNE(model, asked)
