@@ -138,7 +138,8 @@ def test_the_table_of_recovery_is_the_report_of_its_archive():
     """Evaluations on the way (4 batches, or all) are no difference, unless the best is scored."""
     folder, paper = REPOSITORY / "docs/results", papers.load("mlp_fusion")
     text = (folder / "recover_spread.md").read_text()
-    runs = gather(paper, [str(folder / "runs/spread-recover-smollm2.tar.xz")])[1]
+    archives = [f"runs/spread-recover-{name}.tar.xz" for name in ("smollm2", "gemma3")]
+    runs = gather(paper, [str(folder / name) for name in archives])[1]
     assert runs["runs"]["recover.eval.max_batches"].nunique() == 2
     drawn = {one.key: one for one in draw_all(paper, runs)}["after_recovery"]
     cells = [x for row in rows_of(drawn) for x in row]
