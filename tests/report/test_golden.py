@@ -24,7 +24,7 @@ from tiny_models import REPOSITORY
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
-from ffn_heterogeneity.report.paper import draw_all, gather
+from ffn_heterogeneity.report.paper import draw_all, gather, write_paper
 from ffn_heterogeneity.report.tables import number
 
 GOLDEN = Path(__file__).parent / "golden" / "values.json.xz"
@@ -147,3 +147,10 @@ def test_the_table_of_recovery_is_the_report_of_its_archive():
     best = {"runs": runs["runs"].assign(**{"recover.export.weights": "best"})}
     with pytest.raises(ValueError, match=r"differ in recover\.eval\.max_batches"):
         list(draw_all(paper, runs | best))
+
+
+def test_the_tables_of_jreg_are_the_report_of_their_archive(tmp_path):
+    folder = REPOSITORY / "docs/results"
+    write_paper(papers.load("jreg"), [str(folder / "runs/jreg-seeds.tar.xz")], tmp_path)
+    for key in ("paired", "claims", "table_3", "pretraining"):
+        assert (tmp_path / f"{key}.md").read_text() == (folder / f"jreg_seeds_{key}.md").read_text()

@@ -31,7 +31,7 @@ SOURCES = {
         ("nucl_*", "table_*", "figure_4_*", "own_*"),
         ("lesions-*",),
     ),  # of no run: printed numbers
-    "jreg": (("jreg_*",), ("lesions-*",)),
+    "jreg": (("jreg_*",), ("lesions-*", "jreg-*")),
     "massive_weights": (
         ("massive_*", "macdrop*", "table_4_smollm2*", "own_removal_rules"),
         ("lesions-*",),
