@@ -84,7 +84,10 @@ def draw(panels: Sequence[Panel], columns: int = 3):
     rows = math.ceil(len(panels) / columns)
     # A legend of many lines would hide them.
     beside = any(len(panel.lines) >= len(COLOURS) for panel in panels)
-    figure, axes = _axes(rows, columns, (7 if beside else 4.6) * columns, 3.4 * rows)
+    longest = max((len(line.label) for panel in panels for line in panel.lines), default=0)
+    lines = max(len(panel.lines) for panel in panels)
+    size = (7, 3.4) if beside else (max(4.6, 0.6 + 0.08 * longest), 3 + 0.2 * lines)
+    figure, axes = _axes(rows, columns, size[0] * columns, size[1] * rows)
     for axis, panel in zip(axes, panels, strict=False):
         for i, line in enumerate(panel.lines):
             if len(line.x):
@@ -101,9 +104,10 @@ def draw(panels: Sequence[Panel], columns: int = 3):
             axis.xaxis.get_major_locator().set_params(integer=True)  # no layer 2.5, no step 0.5
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel + span, title=_safe(panel.title))
         if any(axis.get_legend_handles_labels()):
-            # Outside of the axes: nothing is drawn over.
-            place = ("center left", (1, 0.5)) if beside else ("upper left", (0, -0.16))
-            axis.legend(fontsize="small", frameon=False, loc=place[0], bbox_to_anchor=place[1])
+            # Outside of the axes, below the label of x by its pad: nothing is drawn over.
+            place = ("center left", (1, 0.5), 0.5) if beside else ("upper left", (0, 0), 4.5)
+            places = dict(zip(("loc", "bbox_to_anchor", "borderaxespad"), place, strict=True))
+            axis.legend(fontsize="small", frameon=False, **places)
     for unused in axes[len(panels) :]:
         unused.set_visible(False)
     return figure
