@@ -86,7 +86,7 @@ def draw(panels: Sequence[Panel], columns: int = 3):
     beside = any(len(panel.lines) >= len(COLOURS) for panel in panels)
     longest = max((len(line.label) for panel in panels for line in panel.lines), default=0)
     lines = max(len(panel.lines) for panel in panels)
-    size = (7, 3.4) if beside else (max(4.6, 0.6 + 0.08 * longest), 3 + 0.2 * lines)
+    size = (7, 3.4) if beside else (min(max(4.6, 0.6 + 0.08 * longest), 8), 3 + 0.2 * lines)
     figure, axes = _axes(rows, columns, size[0] * columns, size[1] * rows)
     for axis, panel in zip(axes, panels, strict=False):
         for i, line in enumerate(panel.lines):
@@ -104,10 +104,11 @@ def draw(panels: Sequence[Panel], columns: int = 3):
             axis.xaxis.get_major_locator().set_params(integer=True)  # no layer 2.5, no step 0.5
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel + span, title=_safe(panel.title))
         if any(axis.get_legend_handles_labels()):
-            # Outside of the axes, below the label of x by its pad: nothing is drawn over.
-            place = ("center left", (1, 0.5), 0.5) if beside else ("upper left", (0, 0), 4.5)
-            places = dict(zip(("loc", "bbox_to_anchor", "borderaxespad"), place, strict=True))
-            axis.legend(fontsize="small", frameon=False, **places)
+            # Outside of the axes (the pad clears the label of x): nothing is drawn over.
+            look = {"loc": "upper left", "bbox_to_anchor": (0, 0), "borderaxespad": 4.5}
+            if beside:
+                look = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+            axis.legend(fontsize="small", frameon=False, **look)
     for unused in axes[len(panels) :]:
         unused.set_visible(False)
     return figure

@@ -12,7 +12,8 @@ from ffn_heterogeneity.wording import markdown_table
 
 
 def drawn(x, y, lines=1):
-    figure = draw([Panel("a", [Line(f"line {i}", x, np.array([y])) for i in range(lines)])])
+    made = [Line(f"line {i}", x, np.array([y])) for i in range(lines)]
+    figure = draw([Panel("a", made, "step")])
     figure.canvas.draw()
     return figure, figure.axes[0]
 
@@ -31,11 +32,12 @@ def test_what_hardly_differs_is_level_and_has_no_offset():
     assert axis.get_ylim() == pytest.approx((0.9, 3.1))
 
 
-@pytest.mark.parametrize("lines", [2, 8])
+@pytest.mark.parametrize("lines", [2, 5, 8])
 def test_the_legend_stands_outside(lines):
     _, axis = drawn((0, 1), (1.0, 2.0), lines)
     box = axis.get_legend().get_window_extent()
     assert not box.overlaps(axis.patch.get_window_extent())
+    assert not box.overlaps(axis.xaxis.label.get_window_extent())
 
 
 def test_no_line_joins_dots():
