@@ -12,9 +12,10 @@ from ffn_heterogeneity.wording import markdown_table
 
 
 def drawn(x, y, lines=1):
-    made = [Line(f"line {i}", x, np.array([y])) for i in range(lines)]
+    names = [f"a setting, with a name as long as they get, {i}" for i in range(lines)]
+    made = [Line(name, x, np.array([y])) for name in names]
     figure = draw([Panel("a", made, "step")])
-    figure.canvas.draw()
+    figure.draw_without_rendering()  # a Figure without pyplot has a canvas that draws nothing
     return figure, figure.axes[0]
 
 
