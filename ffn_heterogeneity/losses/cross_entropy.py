@@ -33,6 +33,8 @@ CHUNK_BYTES = 2**30
 CHUNK_BYTES_CPU = 2**27
 # Rows of a chunk's part below which a separate loop does not pay.
 FEW_ROWS = 16
+# Rows from which turning the float32 gradient of a tied kernel, [V, D], costs less than it gains.
+MANY_ROWS = 1024
 LAYOUTS = ("vd", "dv")
 # How a mesh shards the kernel, as in parallel.partition.
 KERNEL_SPECS = {"vd": PartitionSpec("tensor", "fsdp"), "dv": PartitionSpec("fsdp", "tensor")}
@@ -252,10 +254,13 @@ def _sums_and_gradients(hidden_btd, cast, targets_bt, mask_bt, static, trainable
     dtype = hidden_btd.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     rows = _rows(mask_bt, static)
-    # A CPU's bfloat16 units support no product with a transposed left operand (`wide_product`): the
-    # narrow states are transposed for it, not the logits over the vocabulary.
-    turn = trainable and dtype == jnp.bfloat16 and platform_of(static.mesh) == "cpu"
-    across = turn and static.layout == "vd"
+    # A CPU's bfloat16 units support no product with a transposed left operand (`wide_product`), and
+    # float32 ones take up to twice as long if that operand is the larger: so the narrow states are
+    # transposed, not the logits over the vocabulary.
+    tied = static.layout == "vd"
+    gains = dtype == jnp.bfloat16 or (tied and rows.place.size >= MANY_ROWS)
+    turn = trainable and gains and platform_of(static.mesh) == "cpu"
+    across = turn and tied
 
     def body(start, size, carry):
         total, correct, d_rows, d_kernel = carry
