@@ -49,7 +49,10 @@ def on_block(line_nd: jax.Array, rows: slice, keys: slice) -> jax.Array:
     first = keys.start - rows.stop + (line_nd.shape[1] + 1) // 2
     part = jnp.pad(line_nd[:, first : first + width - 1], ((0, 0), (0, 1)))
     # Of copies of the line in rows one number shorter, each row begins one number further left.
-    copies = jnp.tile(jnp.roll(part, 1 - queries, axis=1), (1, queries))
+    # The copies are in memory: computed where they are read, each number would cost a division.
+    copies = jax.lax.optimization_barrier(
+        jnp.tile(jnp.roll(part, 1 - queries, axis=1), (1, queries))
+    )
     shifted = copies[:, : queries * (width - 1)].reshape(n, queries, width - 1)
     return shifted[None, :, :, :count]
 
