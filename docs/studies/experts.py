@@ -37,9 +37,21 @@ FREE = (*(f"{stage}." for stage in STAGES), "stages", "recover.", *LABELS)
 WHOLE, NARROWER = "whole", ("fusion", "merged neurons", "neurons by entropy")
 CALIBRATED = ("REAP", "MSAN", "experts by frequency")
 TIMES = {"before": "before recovery", "after": "after 100 steps"}
+BALANCE, LOAD = "losses.load_balance.weight", "validation/load_balance/max_load"
+TRAINING = {"validation NLL": "validation/nll", "accuracy": "validation/nll/accuracy"}
+TRAINING |= {"largest load / mean": LOAD, "unused": "validation/load_balance/unused"}
+CURVES = tuple(TRAINING.values())
 
 
 # ---- runs
+
+
+def grown(curves: Frame) -> Frame:
+    """Evaluations of the models' training; loads are means over a model's layers in tables."""
+    rows = c.need(curves, BALANCE, "shape.experts", "shape.layers")
+    rows = rows[rows["shape.layers"].notna()]
+    balance = c.label(rows, "mixture, balance weight {:g}".format, BALANCE)
+    return rows.assign(trained=balance.where(rows["shape.experts"].notna(), "dense"), place="here")
 
 
 def shrunk(runs: Frame) -> Frame:
@@ -89,6 +101,14 @@ def kept_of(*settings: Any) -> str:
 # ---- tables
 
 
+def training(grown: Frame) -> Frame:
+    """The models at their last evaluation, the mean over seeds."""
+    rows = c.last(grown)
+    layers = rows.groupby(["run", "what"])["value"].transform("mean")
+    rows = rows.assign(value=layers).drop_duplicates(["run", "what"])
+    return c.table(c.with_cells(rows), ["trained", "place"], TRAINING)
+
+
 def over_models(rows: Frame) -> Any:
     """Mean over the models, with Student's interval."""
     values = rows.groupby(LABELS, sort=False, dropna=False)["value"]
@@ -120,8 +140,8 @@ def kinds(shrunk: Frame) -> Frame:
     found = shrunk.what.str.extract(r"^texts/(.+)/accuracy$", expand=False)
     rows = shrunk[found.notna() & shrunk["remove.top_k"].isna()]
     rows = rows[(rows.when == TIMES["after"]) & rows.kept.isin(["100%", "50%"])]
-    groups = rows.groupby(found[rows.index])
-    return c.table(rows, LABELS, {kind: over_models(its) for kind, its in groups})
+    columns = {kind: over_models(its) for kind, its in rows.groupby(found[rows.index])}
+    return c.table(rows, LABELS, columns) if columns else rows[LABELS]
 
 
 def similarity(runs: Frame) -> Frame:
@@ -135,6 +155,16 @@ def similarity(runs: Frame) -> Frame:
     return c.table(rows, ["model", "place"], columns)
 
 
+# ---- figures
+
+
+def loads(grown: Frame) -> Frame:
+    """The largest load of each layer over training."""
+    rows = grown[grown.what == LOAD]
+    layer = c.label(rows, "layer {:.0f}".format, "layer")
+    return c.points(rows, "largest load / mean load", layer, rows.trained)
+
+
 # ---- claims
 
 
@@ -145,7 +175,7 @@ def less(rows: Frame, ours: tuple[str, ...], others: tuple[str, ...]) -> Frame:
     made = []
     for one in ours:
         for other in others:
-            part = one + " - " + other + " at " + rows.kept
+            part = one + " - " + other + " at " + rows.kept.astype(object)
             its = rows.assign(part=part, run_on=rows.when)
             on, free = ["run_on", "kept"], (*FREE, "when", "part")
             made.append(c.claim(its, its.method == one, its.method == other, on, free, -1))

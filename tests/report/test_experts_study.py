@@ -105,3 +105,28 @@ def test_the_other_tables_and_the_claims(drawn):
     )
     assert verdicts["fusion of neurons costs less than merging experts"][1] == "holds"
     assert verdicts["removing experts costs less than narrowing them"][1] == "open"
+
+
+def test_trainings_alone_are_the_mean_over_layers_and_seeds(tmp_path):
+    """At the last evaluation; dense models, and mixtures by the weight of their balance loss."""
+    for name, seed, experts, loads in (("a", 0, 8, [2, 4]), ("b", 1, 8, [3, 7]), ("d", 0, None, 0)):
+        shape = {"layers": 2, "d_model": 8} | ({"experts": experts} if experts else {})
+        balance = {"load_balance": {"weight": 0.01}} if experts else {"jreg": {"weight": 0.0}}
+        config = {"shape": shape, "losses": balance, "seed": seed, "steps": 9}
+        steps = [{"step": i, "validation/nll": 5.0 - i - seed} for i in (0, 9)]
+        if experts:
+            steps = [row | {"validation/load_balance/max_load": loads} for row in steps]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+        (tmp_path / name / "results.json").write_text(json.dumps({"steps": 9}))
+    study = papers.load(str(REPOSITORY / "docs/studies/experts.py"))
+    drawn = {one.key: one for one in draw_all(study, gather(study, [str(tmp_path)])[1])}
+    header, rows = drawn["training"].header, drawn["training"].rows
+    rows = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+    mixture, dense = rows["mixture, balance weight 0.01"], rows["dense"]
+    assert mixture["validation NLL"].mean == -4.5 and mixture["largest load / mean"].mean == 4
+    assert dense["validation NLL"] == -4 and dense["largest load / mean"] is None
+    points = [row for row in drawn["loads"].rows if row[0] == "layer 2" and row[3] == 1]
+    assert [row[-1] for row in points] == [7, 7]
+    assert not drawn["equal_parameters"].rows and not drawn["kinds"].rows
