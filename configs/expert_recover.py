@@ -6,8 +6,9 @@ Command:   python scripts/sweep.py --config=configs/expert_recover.py:<model>,to
              --config.before.text=<the same> --workdir=runs/half
            The argument is <model>,<data> as of configs/nucl_finetune.py. Sweeps: half | quarter:
            so much of the experts' parameters stays; own: half, on self-generated text; active:
-           half of the experts, and top_k 1; whole: the recovery alone. One method alone:
-           scripts/train.py with --config.remove.rule=<rule>.
+           half of the experts, and top_k 1; whole: the recovery alone. half_removed, half_merged,
+           half_narrowed: a part of half, for a rate of its own (quarter, own too). One method
+           alone: scripts/train.py with --config.remove.rule=<rule>.
 Hardware:  any CPU for a small model; else that of configs/nucl_finetune.py.
 Hours:     a model of 4 layers x 192 on one CPU core: two minutes a point.
 Paper:     MLP Fusion has M-SMoE as a baseline; the other rows are of REAP, REAM, AIMER, MoNE and
@@ -46,7 +47,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,tokens") -> ConfigDic
 
 
 KIND = "train"
-ON_TEXT = ("frequency", "reap", "msan")
+TEXT_RULES = ("frequency", "reap", "msan")
 EXPERTS = 8  # of the model: ResMoE stores a barycenter, as large as one of them, and residuals
 
 
@@ -55,17 +56,8 @@ def made_by(stage: str):
     return point(stage, {"stages": (stage, "before", "recover", "after")})
 
 
-def on_text(kept: float):
-    """Points that read calibration text; `kept`: share of the experts."""
-    lost = (1 - kept,)
-    removal = {"remove.rule": ON_TEXT, "remove.ratio": lost}
-    constants = {"remove.rule": ("mone",), "remove.ratio": lost, "remove.constant": (True,)}
-    merging = {"merge.method": ("m_smoe", "ream"), "merge.ratio": lost}
-    return chain(product(removal), product(constants), product(made_by("merge"), merging))
-
-
-def removal_on_weights(kept: float):
-    """Points that remove experts without text, at random three times."""
+def removed_without_text(kept: float):
+    """Removal of experts by their weights, and at random three times; `kept`: their share."""
     lost = (1 - kept,)
     drawn = {"remove.rule": ("random",), "remove.ratio": lost, "remove.seed": (0, 1, 2)}
     return chain(
@@ -73,13 +65,32 @@ def removal_on_weights(kept: float):
     )
 
 
-def on_weights(kept: float):
-    """Points without text; `kept`: share of the experts' parameters."""
+def removed_on_text(kept: float):
+    """Removal of experts that reads calibration text."""
     lost = (1 - kept,)
+    constants = {"remove.rule": ("mone",), "remove.ratio": lost, "remove.constant": (True,)}
+    return chain(product({"remove.rule": TEXT_RULES, "remove.ratio": lost}), product(constants))
+
+
+def removed(kept: float):
+    return chain(removed_without_text(kept), removed_on_text(kept))
+
+
+def merged_on_text(kept: float):
+    """Averages of experts that read calibration text."""
+    merging = {"merge.method": ("m_smoe", "ream"), "merge.ratio": (1 - kept,)}
+    return product(made_by("merge"), merging)
+
+
+def merged(kept: float):
     residuals = {"merge.method": ("resmoe",), "merge.share": (kept - 1 / EXPERTS,)}
+    return chain(merged_on_text(kept), product(made_by("merge"), residuals))
+
+
+def narrowed(kept: float):
+    """Fewer neurons in each expert."""
+    lost = (1 - kept,)
     return chain(
-        removal_on_weights(kept),
-        product(made_by("merge"), residuals),
         product(made_by("fuse"), {"fuse.method": ("fusion", "merged"), "fuse.ratio": lost}),
         product(made_by("prune"), {"prune.criterion": ("entropy",), "prune.ratio": lost}),
     )
@@ -87,11 +98,17 @@ def on_weights(kept: float):
 
 OWN = point("own", {"remove.calibration": "own", "merge.calibration": "own"})
 ONE = point("top_1", {"remove.top_k": 1})
+SIZES = {"half": 0.5, "quarter": 0.25}
+WAYS = {"removed": removed, "merged": merged, "narrowed": narrowed}
 SWEEPS = {
     "whole": point("whole", {"stages": ("before", "recover", "after")}),
-    "half": chain(on_weights(0.5), on_text(0.5)),
-    "quarter": chain(on_weights(0.25), on_text(0.25)),
-    "own": product(OWN, on_text(0.5)),
+    "own_removed": product(OWN, removed_on_text(0.5)),
+    "own_merged": product(OWN, merged_on_text(0.5)),
     # As many active parameters as half of the neurons of two experts have.
-    "active": product(ONE, chain(removal_on_weights(0.5), on_text(0.5)[:4])),
+    "active": product(ONE, removed(0.5)),
+}
+SWEEPS |= {f"{size}_{way}": WAYS[way](kept) for size, kept in SIZES.items() for way in WAYS}
+SWEEPS |= {
+    size: chain(*(SWEEPS[f"{size}_{way}"] for way in ways))
+    for size, ways in {**dict.fromkeys(SIZES, WAYS), "own": ("removed", "merged")}.items()
 }
