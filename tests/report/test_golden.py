@@ -149,8 +149,24 @@ def test_the_table_of_recovery_is_the_report_of_its_archive():
         list(draw_all(paper, runs | best))
 
 
-def test_the_tables_of_jreg_are_the_report_of_their_archive(tmp_path):
+KEPT = {
+    ("jreg", "jreg-seeds", "jreg_seeds"): ("paired", "claims", "table_3", "pretraining"),
+    (str(REPOSITORY / "docs/studies/experts.py"), "experts-*", "experts"): (
+        "training",
+        "similarity",
+        "equal_parameters",
+        "equal_flops",
+        "kinds",
+        "claims",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT, ids=lambda name: name[2])
+def test_tables_are_the_report_of_their_archive(name, tmp_path):
+    study, archives, start = name
     folder = REPOSITORY / "docs/results"
-    write_paper(papers.load("jreg"), [str(folder / "runs/jreg-seeds.tar.xz")], tmp_path)
-    for key in ("paired", "claims", "table_3", "pretraining"):
-        assert (tmp_path / f"{key}.md").read_text() == (folder / f"jreg_seeds_{key}.md").read_text()
+    paths = sorted(map(str, (folder / "runs").glob(f"{archives}.tar.xz")))
+    write_paper(papers.load(study), paths, tmp_path)
+    for key in KEPT[name]:
+        assert (tmp_path / f"{key}.md").read_text() == (folder / f"{start}_{key}.md").read_text()

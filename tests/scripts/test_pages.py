@@ -38,6 +38,7 @@ SOURCES = {
     ),
     "p32": (("p32_mrpc_qwen", "p32_rates", "p32_chosen"), ("p32-*",)),
     "mlp_fusion": (("recover_spread",), ("fusion-*", "ntk-*", "own-recover*", "webnlg-*")),
+    "experts": (("experts_*",), ("experts-*",)),
 }
 # Page -> numbers in its sentences that are not measured, and their meaning.
 SETTINGS = {
@@ -46,6 +47,7 @@ SETTINGS = {
     "massive_weights": {"46,080": "all FFN neurons of SmolLM2", "1,536": "those of a layer"},
     "p32": {},
     "mlp_fusion": {},
+    "experts": {},
 }
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])|(?<![\w.])\.\d+")
 
@@ -85,8 +87,10 @@ def quoted(page: str) -> tuple[set[str], set[str]]:
     names, archives = SOURCES[page]
     paths = [path for name in names for path in (DOCS / "results").glob(f"{name}.md")]
     text = "\n".join(path.read_text() for path in paths)
-    text += (REPOSITORY / f"ffn_heterogeneity/papers/{page}.json").read_text()
-    paper = papers.load(page)
+    study = DOCS / f"studies/{page}.py"
+    code = study if study.exists() else REPOSITORY / f"ffn_heterogeneity/papers/{page}.py"
+    text += code.with_suffix(".json").read_text()
+    paper = papers.load(str(study) if study.exists() else page)
     runs = [path for name in archives for path in (DOCS / "results/runs").glob(f"{name}.tar.xz")]
     for table in draw_all(paper, gather(paper, sorted(map(os.fspath, runs)))[1]):
         text += "".join(f"\n{number(value)}" for row in table.rows for value in row)
