@@ -200,3 +200,17 @@ def without_data_is_level(shrunk: Frame) -> Frame:
 
 def fewer_beats_narrower(shrunk: Frame) -> Frame:
     return less(shrunk, ("REAP", "AIMER"), NARROWER)
+
+
+def better_than_chance(shrunk: Frame) -> Frame:
+    return less(shrunk, ("REAP", "MSAN", "AIMER"), ("random experts",))
+
+
+def own_text_is_level(shrunk: Frame) -> Frame:
+    """Self-generated against in-domain calibration text, at half of the experts."""
+    rows = shrunk[(shrunk.what == "nll") & (shrunk.kept == "50%") & (shrunk.calibration != "-")]
+    rows = rows[rows["remove.top_k"].isna()]
+    part = rows.method.astype(object) + ", self-generated - in-domain"
+    rows = rows.assign(part=part, run_on=rows.when)
+    own = rows.calibration == "self-generated"
+    return c.claim(rows, own, ~own, ["run_on", "part"], (*FREE, "when", "part"), -1)

@@ -47,7 +47,13 @@ SETTINGS = {
     "massive_weights": {"46,080": "all FFN neurons of SmolLM2", "1,536": "those of a layer"},
     "p32": {},
     "mlp_fusion": {},
-    "experts": {},
+    "experts": {
+        "192": "width, and neurons of an expert",
+        "2,048": "tokens of a training step",
+        "1,024": "tokens of a recovery step",
+        "128": "tokens of a window",
+        "8,192": "tokens of calibration text",
+    },
 }
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])|(?<![\w.])\.\d+")
 
