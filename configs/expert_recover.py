@@ -10,7 +10,7 @@ Command:   python scripts/sweep.py --config=configs/expert_recover.py:<model>,to
            half_narrowed: a part of half, for a rate of its own (quarter, own too). One method
            alone: scripts/train.py with --config.remove.rule=<rule>.
 Hardware:  any CPU for a small model; else that of configs/nucl_finetune.py.
-Hours:     a model of 4 layers x 192 on one CPU core: two minutes a point.
+Hours:     a model of 4 layers x 192 on one CPU core: half a minute a point.
 Paper:     MLP Fusion has M-SMoE as a baseline; the other rows are of REAP, REAM, AIMER, MoNE and
            ResMoE (docs/howto/experts.md). The recovery's settings are ours.
 
