@@ -7,7 +7,7 @@ Command:   python scripts/sweep.py --config=configs/expert_recover.py:<model>,to
            The argument is <model>,<data> as of configs/nucl_finetune.py. Sweeps: half | quarter:
            so much of the experts' parameters stays; own: half, on self-generated text; active:
            half of the experts, and top_k 1; whole: the recovery alone. half_removed, half_merged,
-           half_narrowed: a part of half, for a rate of its own (quarter, own too). One method
+           half_narrowed: a part of half, for a separate rate (quarter, own too). One method
            alone: scripts/train.py with --config.remove.rule=<rule>.
 Hardware:  any CPU for a small model; else that of configs/nucl_finetune.py.
 Hours:     a model of 4 layers x 192 on one CPU core: half a minute a point.

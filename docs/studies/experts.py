@@ -66,8 +66,12 @@ def shrunk(runs: Frame) -> Frame:
     rows = rows.assign(seed=seeds, model="mixtures", place="here")
     rows["when"] = rows["run"].str.extract(r"_(before|after)$", expand=False).map(TIMES)
     named = [rows[name] for name in KEYS]
-    rows["method"] = [method_of(*its) for its in zip(first, *named, strict=True)]
-    rows["kept"] = [kept_of(*its) for its in zip(*named, strict=True)]
+    methods = [method_of(*its) for its in zip(first, *named, strict=True)]
+    shares = [kept_of(*its) for its in zip(*named, strict=True)]
+    # Text even if there is no row.
+    rows["method"], rows["kept"] = (
+        pandas.Series(texts, rows.index, dtype=object) for texts in (methods, shares)
+    )
     names = rows["remove.rule"].fillna(rows["merge.method"])
     texts = rows["remove.calibration"].fillna(rows["merge.calibration"]).where(names.notna())
     texts = texts.map(lambda x: "self-generated" if x == "own" else "in-domain", "ignore")
@@ -175,7 +179,7 @@ def less(rows: Frame, ours: tuple[str, ...], others: tuple[str, ...]) -> Frame:
     made = []
     for one in ours:
         for other in others:
-            part = one + " - " + other + " at " + rows.kept.astype(object)
+            part = one + " - " + other + " at " + rows.kept
             its = rows.assign(part=part, run_on=rows.when)
             on, free = ["run_on", "kept"], (*FREE, "when", "part")
             made.append(c.claim(its, its.method == one, its.method == other, on, free, -1))
@@ -206,11 +210,10 @@ def better_than_chance(shrunk: Frame) -> Frame:
     return less(shrunk, ("REAP", "MSAN", "AIMER"), ("random experts",))
 
 
-def own_text_is_level(shrunk: Frame) -> Frame:
+def own_text_costs_less(shrunk: Frame) -> Frame:
     """Self-generated against in-domain calibration text, at half of the experts."""
     rows = shrunk[(shrunk.what == "nll") & (shrunk.kept == "50%") & (shrunk.calibration != "-")]
     rows = rows[rows["remove.top_k"].isna()]
-    part = rows.method.astype(object) + ", self-generated - in-domain"
-    rows = rows.assign(part=part, run_on=rows.when)
+    rows = rows.assign(part=rows.method + ", self-generated - in-domain", run_on=rows.when)
     own = rows.calibration == "self-generated"
     return c.claim(rows, own, ~own, ["run_on", "part"], (*FREE, "when", "part"), -1)

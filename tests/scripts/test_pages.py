@@ -6,6 +6,7 @@ computed again from the archives in docs/results/runs. Of a share a table may wr
 Sentences may round, and quote what is a step away: a perplexity of an NLL, a difference of runs.
 """
 
+import json
 import os
 import re
 from functools import cache
@@ -94,9 +95,8 @@ def quoted(page: str) -> tuple[set[str], set[str]]:
     paths = [path for name in names for path in (DOCS / "results").glob(f"{name}.md")]
     text = "\n".join(path.read_text() for path in paths)
     study = DOCS / f"studies/{page}.py"
-    code = study if study.exists() else REPOSITORY / f"ffn_heterogeneity/papers/{page}.py"
-    text += code.with_suffix(".json").read_text()
     paper = papers.load(str(study) if study.exists() else page)
+    text += json.dumps(paper.printed)
     runs = [path for name in archives for path in (DOCS / "results/runs").glob(f"{name}.tar.xz")]
     for table in draw_all(paper, gather(paper, sorted(map(os.fspath, runs)))[1]):
         text += "".join(f"\n{number(value)}" for row in table.rows for value in row)
