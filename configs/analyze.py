@@ -24,7 +24,8 @@ gives the curves over training (its Figure 4). massive: every state's largest ma
 stands alone, the layer and the neurons that massive activations come from, and what bos does in
 other places of a sentence (House of Cards, section 2, Figures 2 and 3). lesions: what the loss of
 one neuron alone costs, of every neuron of the massive layer and of some others. ntk: how far
-compressing one feed-forward block moves its outputs and its tangent kernel (MLP Fusion, Table I).
+compressing one feed-forward block moves its outputs and its tangent kernel (MLP Fusion, Table I);
+with --config.expert, the block is one expert of the layer.
 experts: each expert's share of each text's tokens, and how similar the experts' outputs are.
 """
 
@@ -66,6 +67,7 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
         return config
     if analysis == "ntk":
         config.layer = 0  # whose block is compressed and looked at, from 0
+        config.expert = placeholder(int)  # which block of a layer with experts, from 0
         methods = ("fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd", "svd")
         config.methods = (*methods, "structured", "unstructured")  # as in configs/fuse.py
         config.against = ()  # directories of other models that are compared with the whole one

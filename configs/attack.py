@@ -27,6 +27,8 @@ def get_config() -> ConfigDict:
             "k": Attack.k,  # neurons, those with the largest |h| when bos stands alone
             "layer": placeholder(int),  # from 0; default: the layer with the largest |h| early on
             "token": placeholder(int),  # instead of bos
+            # Of a layer with experts, from 0; default: the one with the largest |h|.
+            "expert": placeholder(int),
             # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
             "dtype": "as_read",
             "export": "auto",  # auto | padded | native | deci (configs/prune.py)

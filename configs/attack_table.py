@@ -9,6 +9,7 @@ Command:   python scripts/sweep.py --config=configs/attack_table.py --sweep=k \
            under top-3 zeroing (Tables 3, 4): --config.models="('runs/macdrop/*/model',)"; a report
            of these needs the trainings, too:
            python scripts/report.py runs/attacks runs/macdrop --paper=massive_weights --out=reports
+           --sweep=experts: top-3 zeroing in each expert of the massive layer of a mixture
 Hardware:  one CPU or accelerator with the model's size in host memory twice. The model is loaded
            once; nothing but numbers is written.
 Hours:     SmolLM2-135M, 40 windows of 512: about a minute a point on 2 cores.
@@ -36,6 +37,7 @@ def get_config() -> ConfigDict:
     config = in_memory.get_config(attack.get_config())
     # Of the sweep "trained": models, or patterns of their directories; default: model.
     config.models = ()
+    config.experts = 8  # of the sweep "experts": how many a layer has
     return config
 
 
@@ -55,11 +57,17 @@ def trained(config: ConfigDict):
     return chain(*(product(row, {"attack": ("zero",), "k": (0, 3)}) for row in rows))
 
 
+def experts(config: ConfigDict):
+    """Top-3 zeroing in each expert of the layer in turn (`config.experts` of them)."""
+    return chain(NONE, product({"k": (3,), "expert": tuple(range(config.experts))}))
+
+
 BOTH = {"attack": ("zero", "retain")}
 NONE = point("none", {"attack": "zero", "k": 0})
 ALL = point("attack=retain,k=0", {"attack": "retain", "k": 0})
 SWEEPS = {
     "k": chain(NONE, ALL, product(BOTH, {"k": KS})),
     "trained": trained,
+    "experts": experts,
     "table": chain(NONE, product(BOTH, {"k": (5,)})),
 }

@@ -11,6 +11,7 @@ from tiny_runs import refused
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
+from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.workdir import prepare_workdir
 from ffn_heterogeneity.launch import experiment
@@ -46,6 +47,21 @@ def jobs(files):
     """{method: ([the models after the stages], their folders)} of `configs/switch.py`."""
     settings = {"fusion,tuned": {}, "lora": {}, "m_smoe": {"compress": {"ratio": 0.5}}}
     return {method: ran(files, method, **changes) for method, changes in settings.items()}
+
+
+def test_the_errors_of_one_expert(files, tmp_path):
+    """Merged neurons are the same function with another tangent kernel."""
+    given = {"model": str(files / "m"), "data__path": str(files / "rows.jsonl"), "layer": 1}
+    config = config_of("analyze", "ntk", **given, expert=2, methods=("fusion", "merged"))
+    errors = evaluation.run(config, tmp_path / "w")["errors"]
+    assert errors["merged"]["output_error"] == pytest.approx(
+        errors["fusion"]["output_error"], rel=1e-4
+    )
+    assert errors["merged"]["ntk_error"] != pytest.approx(errors["fusion"]["ntk_error"], rel=1e-2)
+    assert errors["fusion"]["ntk_norm_ratio"] > 0 and errors["random"]["ntk_error"] > 0
+    for expert in (None, 4):
+        config = config_of("analyze", "ntk", **given, expert=expert)
+        refused("has experts 0 to 3", evaluation.run, config, tmp_path / "none")
 
 
 def ran(files, method, **changes):

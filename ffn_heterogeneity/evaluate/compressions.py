@@ -17,15 +17,15 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import LabelTask, get_task
-from ffn_heterogeneity.data.labelled import Encoded, Form, LabelSettings
-from ffn_heterogeneity.evaluate.inputs import ModelSettings, tokenizer_of
+from ffn_heterogeneity.data.labelled import Encoded, LabelSettings
+from ffn_heterogeneity.evaluate.inputs import ModelSettings, row_form, tokenizer_of
 from ffn_heterogeneity.evaluate.ntk import tangent_kernels, token_states
 from ffn_heterogeneity.heads import ROOT, with_head
 from ffn_heterogeneity.heads.classification import Classification
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.models.config import HeadConfig
+from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.models.stack import layer_leaves, restack
-from ffn_heterogeneity.models.walk import ffn_blocks, write
+from ffn_heterogeneity.models.walk import ffn_blocks, of_expert, write
 from ffn_heterogeneity.probes.observe import token_batches
 from ffn_heterogeneity.report.figures import bar_figure
 from ffn_heterogeneity.report.tables import number
@@ -47,9 +47,11 @@ class NtkSettings(ModelSettings):
 
     Attributes:
       fusions: settings of the layer's compression, per method.
+      expert: whose outputs and kernels are compared, in a layer with experts; all are compressed.
     """
 
     layer: int
+    expert: int | None
     fusions: tuple[Fusion, ...]
     against: tuple[str, ...]
     data: LabelSettings
@@ -86,29 +88,33 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
     """The analysis "ntk": errors of a compressed layer's outputs and tangent kernels.
 
     It compares every compression method, and other models, with the uncompressed model. A model
-    without a head gets a random one, drawn with the seed.
+    without a head gets a random one, drawn with the seed. Of a layer with experts it measures one,
+    on the tokens that are sent to it.
 
     Returns:
-      {"layer", "rows", "tokens", "kernel_norm" and "sgd_kernel_norm" (Frobenius, of the whole
-      model's), "errors": {method: {"ntk_error", "sgd_ntk_error": |K - K'|_F; "ntk_cosine": <K, K'>
-      / (|K| |K'|); "ntk_norm_ratio": |K'| / |K|; "output_error", "block_error": |y - y'|, averaged
-      over tokens, and "..._words": over those that are no special tokens; "kept_share" of the
-      block's weights; "largest_cluster": neurons in the largest cluster, where P is kept apart}}}.
+      {"layer", of experts "expert" (both from 1), "rows", "tokens", "kernel_norm" and
+      "sgd_kernel_norm" (Frobenius, of the whole model's), "errors": {method: {"ntk_error",
+      "sgd_ntk_error": |K - K'|_F; "ntk_cosine": <K, K'> / (|K| |K'|); "ntk_norm_ratio": |K'| / |K|;
+      "output_error", "block_error": |y - y'|, averaged over tokens, and "..._words": over those
+      that are no special tokens; "kept_share" of the block's weights; "largest_cluster": neurons in
+      the largest cluster, where P is kept apart}}}.
 
     Raises:
-      ValueError: as `fuse` and `token_states`; unreadable rows.
+      ValueError: as `fuse` and `token_states`; unreadable rows; an expert that is not there.
     """
-    layer = settings.layer
-    if layer >= model.config.n_layers:
-        raise ValueError(f"layer={layer}: the model has {model.config.n_layers} layers")
+    check_place(model.config, settings.layer, settings.expert)
     data = _rows(settings, model)
     model = with_random_head(model, settings.task.outputs, settings.seed)
     (batch,) = token_batches(data.ids, len(data))
-    real = batch["segment_ids"] > 0
+    real = np.asarray(batch["segment_ids"]) > 0
     words = real & ~np.isin(batch["tokens"], tokenizer_of(model).all_special_ids)
     dense = _measured(settings, model, data, "the dense model")
+    if settings.expert is not None:
+        real &= dense["gate"][..., 0] > 0
+        words &= real
     results: dict[str, Any] = {
-        "layer": layer + 1,
+        "layer": settings.layer + 1,
+        **({} if settings.expert is None else {"expert": settings.expert + 1}),
         "rows": len(data),
         "tokens": int(real.sum()),
         "kernel_norm": float(np.linalg.norm(dense["adam"])),
@@ -121,6 +127,21 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
         print(f"{name}: NTK error {number(errors[name]['ntk_error'])}", file=sys.stderr)
     _say(results, workdir)
     return results
+
+
+def check_place(config: ModelConfig, layer: int, expert: int | None) -> None:
+    """Check that a layer is there, and that `expert` names one of its experts, if it has any.
+
+    Raises:
+      ValueError: the layer or the expert is not there, or an expert must be named.
+    """
+    if layer >= config.n_layers:
+        raise ValueError(f"layer={layer}: the model has {config.n_layers} layers")
+    count = config.layers[layer].experts
+    if count is None and expert is not None:
+        raise ValueError(f"expert={expert}: layer {layer} (from 0) has no experts")
+    if count is not None and (expert is None or not 0 <= expert < count):
+        raise ValueError(f"expert={expert}: layer {layer} (from 0) has experts 0 to {count - 1}")
 
 
 def with_random_head(model: Model, outputs: int = 2, seed: int = 0) -> Model:
@@ -150,10 +171,12 @@ def errors_of(
 
 
 def _measured(settings: NtkSettings, model: Model, data: Encoded, name: str) -> dict[str, Any]:
-    seen = token_states(model, data, settings.layer, progress=name, **settings.how)
-    ffn = dict(layer_leaves(model.params, "ffn"))[settings.layer]
+    layer, expert = settings.layer, settings.expert
+    seen = token_states(model, data, layer, expert, progress=name, **settings.how)
+    ffn = dict(layer_leaves(model.params, "ffn"))[layer]
+    ffn = ffn if expert is None else of_expert(model.config, layer, ffn, expert)
     kernels = tangent_kernels(model.config, ffn, seen["x"], seen["delta"])
-    return kernels | {state: seen[state] for state in OUTPUTS.values()}
+    return kernels | {name: seen[name] for name in (*OUTPUTS.values(), "gate") if name in seen}
 
 
 def _others(settings: NtkSettings, model: Model):
@@ -171,6 +194,7 @@ def _others(settings: NtkSettings, model: Model):
             actual, expected = getattr(other.config, name), getattr(model.config, name)
             if actual != expected:
                 raise ValueError(f"against={path}: its {name} is {actual}, the model's {expected}")
+        check_place(other.config, settings.layer, settings.expert)
         headed = dataclasses.replace(other.config, head=model.config.head)
         params = {**other.params, ROOT: model.params[ROOT]}
         other = dataclasses.replace(other, config=headed, params=params)
@@ -198,7 +222,7 @@ def _rows(settings: NtkSettings, model: Model) -> Encoded:
     """The first `max_rows` rows of the data."""
     task = settings.task
     source = labelled.open_rows(settings.data.path or task.hub, "validation")
-    form = Form(model.config.is_encoder, model.config.padding_id, model.config.max_position)
+    form = row_form(model.config, settings.data.task, model.config.max_position)
     data = labelled.encode_rows(task, source, tokenizer_of(model), form, labelled=False)
     return labelled.chosen_rows(data, range(min(settings.max_rows or len(data), len(data))))
 

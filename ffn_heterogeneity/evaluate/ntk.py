@@ -6,6 +6,9 @@ Row n of G is the gradient of f(example n), the probability of the head's first 
 to the block's kernels and biases, but not P. For factors and masked kernels, only trained weights
 count: both factors, and the unmasked weights.
 
+In a layer with experts the block is one expert, and its tokens are those that the router sends to
+it; a token's gate is a factor of its gradient [ours].
+
 The gradient of a leaf is a sum over tokens of products a_t b_t^T. One backward pass per batch gives
 the block's inputs and the gradients of its outputs, token by token, from which a and b follow. The
 kernels are summed over columns of the gradients, so no example's full gradient is in memory.
@@ -35,15 +38,6 @@ from ffn_heterogeneity.progress import bar
 MOST = 1 << 26
 # Leaves of a `Linear` whose gradients are supported: with a kernel, and with factors.
 _MASKED, _THIN = {*KERNEL_LEAVES, "mask"}, {"bias", "low_rank_a", "low_rank_b"}
-_STATES = Probe(
-    "ffn_states",
-    lambda seen, batch, per_layer: {
-        "x": seen.ffn_input,
-        "y": seen.ffn_output,
-        "block": seen.block_output,
-    },
-    kind="example",
-)
 
 
 class Outer(NamedTuple):
@@ -61,6 +55,7 @@ def token_states(
     model: Model,
     data: Encoded,
     layer: int,
+    expert: int | None = None,
     *,
     batch_size: int = 32,
     options: RunOptions = RunOptions(),
@@ -70,9 +65,13 @@ def token_states(
 
     (`observe` has no gradients, and returns the states of all layers.)
 
+    Args:
+      expert: of a layer with experts, counted from 0.
+
     Returns:
       {"x": the FFN's input, "y": its output, "block": the residual stream after the block, "delta":
-      the gradient of the row's f with respect to y}.
+      the gradient of the row's f with respect to y, or to the expert's output; of an expert also
+      "gate": its factor of each token, 0 if the token is not sent to it, [N, longest, 1]}.
 
     Raises:
       ValueError: non-finite values.
@@ -82,10 +81,11 @@ def token_states(
     lengths = sorted({*range(32, shape[1], 32), shape[1]})
     with bar(progress, total=len(data)) as shown:
         for rows, batch in in_order_of_length(data, min(batch_size, len(data)), lengths):
-            seen = jax.device_get(_states(model.config, options, layer, params, batch))
+            seen = jax.device_get(_states(model.config, options, layer, expert, params, batch))
             for name, value in seen.items():
                 value = np.where(batch["segment_ids"][..., None] > 0, value, 0)
-                padded = states.setdefault(name, np.zeros(shape, value.dtype))
+                size = (*shape[:2], value.shape[-1])
+                padded = states.setdefault(name, np.zeros(size, value.dtype))
                 padded[rows, : value.shape[1]] = value[: len(rows)]
             shown.update(len(rows))
     for name, value in states.items():
@@ -94,23 +94,49 @@ def token_states(
     return states
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.cache
+def _seen_states(expert: int | None) -> Probe:
+    def function(seen, batch, per_layer):
+        states = {"x": seen.ffn_input, "y": seen.ffn_output, "block": seen.block_output}
+        if expert is None:
+            return states
+        shape, gates = (*seen.ffn_input.shape[:2], 1), jnp.zeros(seen.ffn_input[..., 0].size)
+        if seen.routing is not None:
+            rows = seen.routing.rows
+            gates = gates.at[rows.tokens].add(jnp.where(rows.experts == expert, rows.gates, 0))
+        return states | {"gate": gates.reshape(shape)}
+
+    return Probe("ffn_states", function, kind="example")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _states(
-    config: ModelConfig, options: RunOptions, layer: int, params: dict, batch: dict
+    config: ModelConfig,
+    options: RunOptions,
+    layer: int,
+    expert: int | None,
+    params: dict,
+    batch: dict,
 ) -> dict[str, jax.Array]:
-    head = make_head(config, config.head)
+    head, probe = make_head(config, config.head), _seen_states(expert)
+    stack, (first, _) = next(
+        (name, span) for name, span in config.stacks.items() if span[0] <= layer < span[1]
+    )
 
     def probability(nudge_btd: jax.Array) -> tuple[jax.Array, dict]:
         nudges = jnp.zeros((config.n_layers, *nudge_btd.shape), nudge_btd.dtype)
-        nudges, probes = nudges.at[layer].set(nudge_btd), (_STATES, *head.probes)
+        nudges, probes = nudges.at[layer].set(nudge_btd), (probe, *head.probes)
         outputs = nudged(config, params, batch, nudges, options=options, probes=probes)
         logits = head.apply(params, outputs, batch, lambda x: x)
-        seen = jax.tree.map(lambda leaf: leaf[layer], outputs["probes"]["ffn_states"])
+        seen = outputs["probes"][probe.name]
+        seen = seen[stack] if len(config.stacks) > 1 else seen
+        seen = jax.tree.map(lambda leaf: leaf[layer - first], seen)
         # The gradient of a sum over rows, which do not see each other.
         return jnp.sum(jax.nn.softmax(logits)[:, 0]), seen
 
     nudge = jnp.zeros((*batch["tokens"].shape, config.d_model), options.compute_dtype)
     delta, seen = jax.grad(probability, has_aux=True)(nudge)
+    delta = delta if expert is None else delta * seen["gate"].astype(delta.dtype)
     return seen | {"delta": delta}
 
 

@@ -81,8 +81,10 @@ def nudged(
     """Run `forward`, given `options` and `probes`, with `nudges` added to the FFNs' outputs.
 
     The gradient with respect to a zero nudge is the gradient of the FFN's output, token by token.
+    An encoder-decoder needs a head, for which both stacks read the same rows.
     """
-    require_one_stack(config, "the gradient of each token's FFN output")
+    if config.head is None:
+        require_one_stack(config, "the gradient of each token's FFN output without a head")
     return _run(config, params, batch, nudges=nudges_lbtd, **given)
 
 

@@ -52,6 +52,13 @@ def blocks_of(config: ModelConfig, layer: int, ffn: dict) -> Iterator[tuple[Plac
     yield from _by_expert(config, Place(layer, None, "ffn"), block)
 
 
+def of_expert(config: ModelConfig, layer: int, ffn: dict, expert: int) -> dict:
+    """The leaves of one expert of a layer; factors and masks in place of kernels are kept."""
+    place = Place(layer, None, "ffn")
+    block = {name: entry for name, entry in ffn.items() if _of_block(name)}
+    return dict(_by_expert(config, place, block))[place._replace(expert=expert)]
+
+
 def _of_block(name: str) -> bool:
     """True for leaves that each expert has separately."""
     return name in ("gate", "up", "down") or name in FFN_LEAVES

@@ -14,10 +14,11 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.options import products
-from ffn_heterogeneity.models.stack import restack
+from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.observe import observe
+from ffn_heterogeneity.surgery.expert_text import ExpertText
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 
 ATTACKS = ("zero", "retain")
@@ -25,12 +26,19 @@ ATTACKS = ("zero", "retain")
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """Settings of `attack`; "layer" and "token" as in `massive_weights`."""
+    """Settings of `attack`.
+
+    Attributes:
+      attack, k: see there.
+      layer, token: as in `massive_weights`.
+      expert: of a layer with experts, counted from 0; None: the one with the largest |h|.
+    """
 
     attack: str = "zero"
     k: int = 5
     layer: int | None = None
     token: int | None = None
+    expert: int | None = None
 
     def __post_init__(self):
         check_choice("attack", self.attack, ATTACKS)
@@ -44,7 +52,9 @@ def attack(
 
     The weights are columns of G and U; a bias is zeroed with its column (the paper's models have
     none). k = 0 changes nothing under "zero" and zeroes the layer's whole FFN under "retain". In a
-    layer with experts only the massive expert changes (the paper's Figure 4, Mixtral).
+    layer with experts only the massive expert changes (the paper's Figure 4, Mixtral), or the one
+    that `expert` names. Its neurons are those with the largest |h| when it is applied to bos, also
+    if the router does not send bos to it [ours].
 
     Args:
       settings: those of `Attack`.
@@ -55,10 +65,12 @@ def attack(
 
     Raises:
       ValueError: settings out of range for the model, or adapters on that layer's kernels (the
-        attack would not remove their contribution: fold them first).
+        attack would not remove their contribution: fold them first); a layer without that expert.
     """
     settings = settings_of(Attack, settings)
     massive = massive_weights(model.config, model.params, settings.layer, settings.token)
+    if settings.expert is not None:
+        massive = _of_expert(model, massive, settings.expert, settings.token)
     k, width = settings.k, len(massive.indices)
     if k > width:
         raise ValueError(f"k={k}: layer {massive.layer} (from 0) has {width} neurons")
@@ -151,6 +163,26 @@ def massive_weights(
         magnitudes = magnitudes[expert]
     order = np.argsort(-magnitudes, kind="stable")
     return Massive(layer, order, magnitudes[order], states, expert)
+
+
+def _of_expert(model: Model, massive: Massive, expert: int, token: int | None) -> Massive:
+    """The neurons of one routed expert by |h| when it is applied to a lone bos."""
+    config = model.config
+    layer = config.layers[massive.layer]
+    if layer.experts is None or not layer.shared <= expert < layer.experts:
+        has = "no experts"
+        if layer.experts is not None:
+            has = f"routed experts {layer.shared} to {layer.experts - 1}"
+        raise ValueError(f"expert={expert}: layer {massive.layer} (from 0) has {has}")
+    ids = np.array([config.bos_id if token is None else token], np.int32)
+    text, leaves = ExpertText(model, [ids]), unstack(model.params)["layers"]
+    for one, of_one in zip(config.layers[: massive.layer], leaves, strict=False):
+        text.move(one, of_one)
+    states = text.seen(massive.layer, leaves[massive.layer]).states
+    assert states is not None
+    magnitudes = np.abs(states[expert - layer.shared, 0])
+    order = np.argsort(-magnitudes, kind="stable")
+    return Massive(massive.layer, order, magnitudes[order], massive.states, expert)
 
 
 @functools.cache

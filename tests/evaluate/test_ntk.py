@@ -1,5 +1,6 @@
 """Tangent kernels and output errors of one block, against other implementations."""
 
+import dataclasses
 import math
 
 import jax
@@ -26,6 +27,7 @@ from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.rows import read_rows
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward
 from ffn_heterogeneity.models.stack import layer_leaves
+from ffn_heterogeneity.models.walk import of_expert
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.fuse import fuse
 
@@ -48,18 +50,20 @@ def rows_of(lengths, vocab):
     return Encoded(ids, [np.zeros_like(row) for row in ids], np.full(len(ids), np.nan), 0)
 
 
-def ffn_of(model, layer=LAYER):
-    return dict(layer_leaves(model.params, "ffn"))[layer]
+def ffn_of(model, layer=LAYER, expert=None):
+    ffn = dict(layer_leaves(model.params, "ffn"))[layer]
+    return ffn if expert is None else of_expert(model.config, layer, ffn, expert)
 
 
-def measured(model, data, layer=LAYER):
+def measured(model, data, layer=LAYER, expert=None):
     """Kernels of the code under test, and the states."""
-    seen = ntk.token_states(model, data, layer, batch_size=4, options=DOUBLE, progress=None)
-    kernels = ntk.tangent_kernels(model.config, ffn_of(model, layer), seen["x"], seen["delta"])
-    return kernels | seen
+    how = {"batch_size": 4, "options": DOUBLE, "progress": None}
+    seen = ntk.token_states(model, data, layer, expert, **how)
+    ffn = ffn_of(model, layer, expert)
+    return ntk.tangent_kernels(model.config, ffn, seen["x"], seen["delta"]) | seen
 
 
-def by_gradients(model, data, layer=LAYER):
+def by_gradients(model, data, layer=LAYER, expert=None):
     """Gradients of all leaves that train, row by row and without padding."""
     config, head, rows = model.config, make_head(model.config, model.config.head), []
 
@@ -72,6 +76,8 @@ def by_gradients(model, data, layer=LAYER):
     for ids in data.ids:
         batch = {"tokens": ids[None], "segment_ids": np.ones((1, len(ids)), np.int32)}
         ffn = dict(layer_leaves(gradient(model.params, batch), "ffn"))[layer]
+        if expert is not None:
+            ffn = {name: jax.tree.map(lambda x: x[expert], ffn[name]) for name in ("up", "down")}
         ffn.pop("neuron_scale", None)
         named = [pair for linear in ffn.values() for pair in linear.items()]
         rows.append(np.concatenate([np.ravel(leaf) for name, leaf in named if name != "mask"]))
@@ -98,6 +104,26 @@ def test_kernels_are_those_of_whole_gradients(family, method, monkeypatch):
     kernels, wanted = measured(model, data), by_gradients(model, data)
     for name, kernel in wanted.items():
         assert np.abs(kernels[name] - kernel).max() <= 1e-10 * np.abs(kernel).max(), name
+
+
+@pytest.mark.parametrize("layer", [1, 3], ids=["encoder", "decoder"])
+@pytest.mark.parametrize("method", [None, "fusion", "svd"])
+def test_kernels_of_one_expert(method, layer):
+    """A Switch: tokens of other experts, and those beyond the capacity, have no part."""
+    config = tiny_of("switch", 4)
+    few = [dataclasses.replace(x, capacity=x.capacity and 2) for x in config.layers]
+    config = dataclasses.replace(config, layers=tuple(few))
+    model = Model(config, random_params(config, dtype=np.float64), None, "")
+    model, sent = with_random_head(model), []
+    if method:
+        model, _ = fuse(model, {"method": method, "ratio": 0.5, "layers": str(layer)})
+    data = rows_of((5, 9, 9), config.vocab_size)
+    for expert in range(config.layers[layer].experts):
+        kernels, wanted = (of(model, data, layer, expert) for of in (measured, by_gradients))
+        sent.append((kernels["gate"] > 0).sum(1))
+        for name, kernel in wanted.items():
+            assert np.abs(kernels[name] - kernel).max() <= 1e-10 * np.abs(kernel).max(), name
+    assert np.max(sent) == 2 and np.sum(sent) < 23
 
 
 OTHERS = [(None, name, "lora_a") for name in ("gate", "up", "down")]
@@ -197,6 +223,7 @@ def test_the_analysis(reader, tmp_path):
     [
         ({"layer": 3}, "layer=3: the model has 3 layers"),
         ({"layer": -1}, "layer=-1 must be a number in"),
+        ({"expert": 0}, "expert=0: layer 1 .* has no experts"),
         ({"methods": ()}, "nothing is compared"),
         ({"methods": ("fused",)}, "method='fused'"),
         ({"ratio": 1.5}, "ratio=1.5"),

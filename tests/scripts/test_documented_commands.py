@@ -22,12 +22,13 @@ PAGES += tuple(f"docs/howto/{name}.md" for name in (*HOWTO, "experts", "slurm", 
 OWN = "docs/howto/your-own.md"  # run from the wheel, tests/launch/test_console.py
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
 # Settings that are appended to all commands that match.
-TRAINS = r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion|five))|ffnh train|"
+TRAINS = r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion|five|shrink))|ffnh train|"
 TRAINS += r"sweep(\.py)? .*(jreg_pre|nucl_fine)"
 SMALL = [
     (TRAINS, "--config.steps=2 --config.batch_size=2 --config.eval.max_batches=1"),
     (TRAINS, "--config.seq_len=32"),
-    (r"_recover", "--config.recover.steps=2 --config.recover.batch_size=2"),
+    (r"_recover|shrink\.py", "--config.recover.steps=2 --config.recover.batch_size=2"),
+    (r"shrink\.py:", "--config.recover.seq_len=32 --config.shrink.calibration_tokens=512"),
     (r"_recover", "--config.recover.seq_len=32 --config.score.window=32"),
     (r"_recover", "--config.score.max_windows=2"),
     (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1"),

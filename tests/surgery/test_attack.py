@@ -138,6 +138,35 @@ def test_an_attack_silences_those_neurons_and_nothing_else(model, attack, k):
     assert same == harmless
 
 
+@pytest.mark.parametrize("shared", [0, 1])
+def test_an_attack_on_one_expert_finds_its_own_neurons(shared):
+    """As if the router sent bos to every expert, which does not change what the layer reads."""
+    config = with_experts(shared=shared)
+    model = Model(config, random_params(config), None, "tiny")
+    default = attacked(model, layer=1)[1]
+    every = dataclasses.replace(config.layers[1], top_k=4 - shared)
+    layers = (*config.layers[:1], every, *config.layers[2:])
+    wide = dataclasses.replace(config, layers=layers)
+    everywhere = massive_weights(wide, restack(wide, unstack(model.params)), 1)
+    before = unstack(model.params)["layers"][1]["ffn"]
+    for expert in range(shared, 4):
+        changed, report = attacked(model, layer=1, expert=expert)
+        order = np.argsort(-everywhere.states[1][expert], kind="stable")
+        assert report["indices"] == order[:3].tolist() and report["expert_index"] == expert
+        size = everywhere.states[1][expert][order[:3]]
+        np.testing.assert_allclose(report["magnitudes"], size, rtol=1e-5)
+        after = unstack(changed.params)["layers"][1]["ffn"]
+        for name in ("gate", "up"):
+            expected = before[name]["kernel"].copy()
+            expected[expert, :, order[:3]] = 0
+            np.testing.assert_array_equal(after[name]["kernel"], expected)
+        if expert == default["expert_index"]:
+            assert report == default | {"magnitudes": report["magnitudes"]}
+    refused("expert=4: layer 1 .* has routed experts", attacked, model, layer=1, expert=4)
+    dense = Model(LLAMA, random_params(LLAMA), None, "tiny")
+    refused("expert=0: layer 1 .* has no experts", attacked, dense, layer=1, expert=0)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
