@@ -28,7 +28,7 @@ SMALL = [
     (TRAINS, "--config.steps=2 --config.batch_size=2 --config.eval.max_batches=1"),
     (TRAINS, "--config.seq_len=32"),
     (r"_recover|shrink\.py", "--config.recover.steps=2 --config.recover.batch_size=2"),
-    (r"shrink\.py:", "--config.recover.seq_len=32 --config.shrink.calibration_tokens=512"),
+    (r"shrink\.py:", "--config.recover.seq_len=32 --config.shrink.calibration_tokens=1024"),
     (r"_recover", "--config.recover.seq_len=32 --config.score.window=32"),
     (r"_recover", "--config.score.max_windows=2"),
     (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1"),
@@ -44,7 +44,7 @@ SMALL = [
     (r"mlp_fusion", "--config.ratio=0.5"),
     (r"sweep=poolings", "--only=seed=0,pooling=last"),
     (r"prepare_data", "--config.train_tokenizer.vocab_size=300"),
-    (r"--config.text=|prune_table", "--config.window=32 --config.max_windows=2"),
+    (r"^(?!.*shrink\.py).*--config.text=|prune_table", "--config.window=32 --config.max_windows=2"),
     (r"jreg_sft|macdrop_sft", "--config.optimizer.warmup_steps=1 --config.accumulation=1"),
     (r",(mixture|webnlg)", "--config.seq_len=128"),  # a conversation, triples in bytes
     (r"chat\.py", "--config.limit=2 --config.max_new_tokens=4"),
