@@ -10,6 +10,7 @@ Command:   python scripts/sweep.py --config=configs/prune_table.py --sweep=crite
            own_text.jsonl saves writing it again), plain and with the compensation
            state_ridge; --sweep=tokens: the hybrid on more and less of it
            --sweep=shrink: what people use (Wanda-sp, FLAP, whole blocks) and ours, on such text
+           --sweep=blocks: each whole block alone goes, or all from one on (exits at every depth)
            --sweep=needed: does entropy need the neurons that it leaves alone? Some are lost too
 Hardware:  one CPU or accelerator with the model's size in host memory twice. The model is loaded
            once; nothing but numbers is written.
@@ -87,6 +88,17 @@ def rivals(config: ConfigDict):
     """`rules`, and random draws with a few neurons protected."""
     protected = product(RANDOM, {"seed": tuple(range(20)), "protect": PROTECTED})
     return chain(rules(config)[:-1], protected)
+
+
+def blocks(config: ConfigDict):
+    """Each block skipped, and the head after the first 1, 2, ... blocks."""
+    count = load_config(config.model, revision=config.revision).n_layers
+    spans = [(f"skip_{i}", i, i) for i in range(count)]
+    # The exit before the last block alone is the point that skips it.
+    spans += [(f"exit_{i}", i, count - 1) for i in range(1, count - 1)]
+    whole = {"surgery": "drop_layers", "calibration": "own"}  # no text is read: blocks are named
+    rows = [point(name, whole | {"layers": f"{a}-{b}"}) for name, a, b in spans]
+    return chain(UNPRUNED, *rows)
 
 
 WAYS = (
@@ -167,6 +179,7 @@ SWEEPS = {
     "own": own,
     "tokens": tokens,
     "shrink": shrink,
+    "blocks": blocks,
     "needed": chain(
         UNPRUNED,
         product(point("entropy", {"criterion": "entropy"}), {"lose": LOST}),

@@ -77,6 +77,23 @@ def test_every_pair_is_one_load_and_one_program(pairs):
     assert set(lists) == set(results) - {"unpruned"}
 
 
+def test_blocks_are_skipped_and_left_early(files, tmp_path):
+    workdir = tmp_path / "blocks"
+    done = run_script("sweep", *table_flags(files, "blocks", workdir))
+    assert done.code == 0, done.err
+    results = results_in(workdir)
+    assert set(results) == {"unpruned", *(f"skip_{i}" for i in range(4)), "exit_1", "exit_2"}
+    model = load_model(str(files[0]))
+    text = evaluation.check_config(
+        config_of("perplexity", model=str(files[0]), text=str(files[1]), batch_size=3, **READ)
+    )
+    for name, blocks in (("exit_1", 1), ("exit_2", 2), ("skip_3", 3)):
+        short, _ = SURGERIES["truncate"](model, {"blocks": blocks})
+        nll = evaluation.score(text, short)["nll"]
+        assert results[name]["nll"] == pytest.approx(nll, rel=1e-6), name
+    assert len({one["nll"] for one in results.values()}) == len(results)
+
+
 def test_a_point_at_which_another_process_works_is_left_to_it(files, tmp_path):
     """With two sweeps in one directory, the other points run, and this one is named."""
     point = tmp_path / "layers_0_1"
