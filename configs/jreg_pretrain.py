@@ -7,7 +7,8 @@ Command:   python scripts/train.py --config=configs/jreg_pretrain.py:170m \
            command). The argument is <size>[,<loss>]: 170m (134m is the same) | 1b | 3_4b | local,
            and losses to train with as well: nucl, diversity. Sweeps:
            python scripts/sweep.py --config=... --sweep=alpha | lambda | steps | seeds | nucl ...
-           (nucl: with --config=configs/jreg_pretrain.py:<size>,nucl).
+           (nucl: with --config=configs/jreg_pretrain.py:<size>,nucl; controls, with ...,rescale:
+           JREG, LayerNorm Scaling, and a last block whose output counts a tenth).
 Hardware:  paper: not stated. Weights, gradients and two moments in float32 need 16 bytes a
            parameter over all devices (134M: 2.2 GB, 928M: 15 GB, 3.59B: 58 GB). local: 2 CPU cores.
 Hours:     paper: not stated. 105 billion tokens (512 x 1,024 a step, 200,000 steps): at 40% of an
@@ -25,7 +26,7 @@ The keys are those of configs/parts/train.py, explained there, and those below.
 
 from ml_collections import ConfigDict
 
-from configs.parts import losses, train
+from configs.parts import adapters, losses, train
 from ffn_heterogeneity.launch.sweep import chain, point, product
 
 # size: layers, width, FFN width, heads, learning rate
@@ -48,7 +49,7 @@ def get_config(argument: str = "170m") -> ConfigDict:
     train.new_model(config, layers, d_model, ffn_width, heads)
     train.pretraining(config)
 
-    losses.add(config, ("nll", "jreg", *more))
+    losses.add(config, ("nll", "jreg", *adapters.add(config, more)))
     # The jump rates with h_L after the final norm too: which of the two the paper took is not said.
     after = ConfigDict()
     after.term = "jreg"  # which term it is, where the group's name does not say it
@@ -57,6 +58,9 @@ def get_config(argument: str = "170m") -> ConfigDict:
     if "nucl" in more:
         config.monitors.entropy = losses.entropy(config)
 
+    if "rescale" in config:
+        # (regex, factor) pairs: leaves, or layers, whose learning rate is another.
+        config.optimizer.rates = ()
     config.steps = 200_000
     config.seq_len = 1024
     config.optimizer.learning_rate = rate
@@ -70,6 +74,20 @@ def get_config(argument: str = "170m") -> ConfigDict:
         config.data.validation_fraction = 0.05
         config.eval.every, config.eval.max_batches = 500, 32
     return config
+
+
+def controls(config: ConfigDict):
+    """Without JREG, with it, and two other ways to a smaller jump (surgery/rescale.py)."""
+    if "rescale" not in config:
+        raise ValueError("sweep controls: write --config=configs/jreg_pretrain.py:<size>,rescale")
+    count = config.shape.layers
+    norms = tuple((rf"layers/{i}/\w+_norm/", (i + 1) ** -0.5) for i in range(1, count))
+    last = ((rf"layers/{count - 1}/(attention/out|ffn/down)/", 0.1),)
+    scaled = [
+        point(name, {JREG: 0.0, "rescale.factors": factors, "optimizer.rates": factors})
+        for name, factors in (("norm_scaling", norms), ("small_last_block", last))
+    ]
+    return chain(BASELINE, point("jreg", {JREG: 1.0}), *scaled)
 
 
 KIND = "train"
@@ -86,6 +104,7 @@ SWEEPS = {
     # NUCL in pre-training, what its paper names as a limitation (one compilation for all); with
     # :<size>,nucl.
     "nucl": product(point("nucl", {JREG: 0.0}), {"losses.nucl.weight": (0.0, 1.0, 10.0, 100.0)}),
+    "controls": controls,
     # Baseline and four sharpnesses over five seeds, for a small machine.
     "seeds": product(chain(BASELINE, {ALPHA: (0.0, 0.3, 1.0, 3.0)}), {"seed": (0, 1, 2, 3, 4)}),
 }

@@ -10,6 +10,7 @@ from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.adapters.macdrop import Macdrop
 from ffn_heterogeneity.surgery.adapt import Lora, Quantised
 from ffn_heterogeneity.surgery.fuse import Fusion
+from ffn_heterogeneity.surgery.rescale import Rescaling
 from ffn_heterogeneity.surgery.sparsity import Gates, ScoreMask, Scores
 from ffn_heterogeneity.surgery.truncate import Truncation
 
@@ -57,6 +58,8 @@ PARTS = {
     "macdrop": (MACDROP, ""),
     "truncate": ({"blocks": Truncation.blocks}, ""),  # only the first blocks are kept; 0: all
     "fuse": (FUSE, ""),
+    # (regex, factor) pairs of leaves that are multiplied, with optimizer.rates for what follows.
+    "rescale": ({"factors": Rescaling.factors}, ""),
     # Found in the paths of kernels, as lora's. With losses.score_norm.
     "scores": ({"targets": Scores.targets}, r"/score$"),
     "score_mask": (SCORE_MASK, ""),

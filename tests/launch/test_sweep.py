@@ -117,12 +117,13 @@ def printed_is_read(one, config, spec, sweep, kind):
 
 COUNTS = {"nucl_finetune": {"alpha": 10, "targets": 5}}
 COUNTS["prune_table"] = {"criteria": 12, "pairs": 30, "halves": 6}
-COUNTS["jreg_pretrain"] = {"alpha": 7, "lambda": 5, "steps": 4}
+COUNTS["jreg_pretrain"] = {"alpha": 7, "lambda": 5, "steps": 4, "controls": 4}
 
 
 @pytest.mark.parametrize(("name", "sweep"), swept_configs())
 def test_every_point_of_every_sweep_is_a_config(name, sweep):
-    argument = "170m,nucl" if (name, sweep) == ("jreg_pretrain", "nucl") else None
+    argument = {"nucl": "170m,nucl", "controls": "170m,rescale"}.get(sweep)
+    argument = argument if name == "jreg_pretrain" else None
     config = config_of(name, argument, model="smollm2_135m")
     spec = str(REPOSITORY / f"configs/{name}.py")
     kind, points = sweep_run.points_of(spec, sweep, config)

@@ -108,6 +108,7 @@ SETTINGS = {
     "macdrop": {"k": 2, "scope": "massive", "layer": 1, "token": None},
     "attack": {"attack": "retain", "k": 2, "layer": None, "token": None},
     "truncate": {"blocks": 2},
+    "rescale": {"factors": ((r"layers/1/\w+_norm/", 0.5), ("embed", 2.0))},
     "drop_layers": {"layers": "1"},
     "teacher": {"model": "whole"},
     "scores": {"targets": "ffn/(up|down)"},

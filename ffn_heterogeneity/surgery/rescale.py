@@ -1,0 +1,63 @@
+"""Leaves times constants: controls of pre-training without and with JREG.
+
+Adam's steps do not depend on the scale of a gradient. So a leaf that is multiplied by s once, with
+a learning rate that is multiplied by s as well (`optimizer.rates`), trains like a leaf that the
+forward pass multiplies by s: norms over sqrt(l) are LayerNorm Scaling (arXiv 2502.05795), and
+smaller outgoing kernels of the last block are a model whose last layer cannot jump far. (But for
+Adam's epsilon, clipping by the global norm, and weight decay, which the rate scales as well.)
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.stack import layer_names
+from ffn_heterogeneity.parallel.partition import match_rules
+from ffn_heterogeneity.tree import flatten, unflatten
+from ffn_heterogeneity.wording import check_number, settings_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Rescaling:
+    """Settings of `rescale`; `factors`: (regex, factor) pairs, as `optimizer.rates`."""
+
+    factors: tuple = ()
+
+    def __post_init__(self):
+        for pattern, factor in self.factors:
+            check_number(f"rescale.factors: {pattern}", factor, "(-inf, inf)")
+
+
+def rescale(model: Model, settings: Mapping[str, Any] | Rescaling, data=None, key=None) -> tuple:
+    """Multiply every leaf by the factor of the first rule that matches its path; others stay.
+
+    Also runs under `jax.eval_shape`.
+
+    Returns:
+      (the model, {"factors"}).
+
+    Raises:
+      ValueError: a factor that is no finite number.
+      RuleError: a rule that matches no leaf, or no regular expression.
+    """
+    asked = settings_of(Rescaling, settings)
+    leaves = flatten(model.params)
+    factors = match_rules(asked.factors, layer_names(model.params), 1.0)
+
+    def scaled(path: str, leaf: Any) -> Any:
+        factor = factors[path]
+        if isinstance(factor, tuple):  # layers of a stacked leaf
+            factor = np.reshape(factor, (-1, *(1,) * (leaf.ndim - 1)))
+        if np.all(np.equal(factor, 1)):
+            return leaf
+        multiply = jnp.multiply if isinstance(leaf, jax.Array) else np.multiply
+        return multiply(leaf, np.asarray(factor, leaf.dtype))
+
+    params = unflatten({path: scaled(path, leaf) for path, leaf in leaves.items()})
+    report = {"factors": [list(rule) for rule in asked.factors]}
+    return dataclasses.replace(model, params=params), report
