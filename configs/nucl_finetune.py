@@ -7,7 +7,8 @@ Command:   python scripts/train.py --config=configs/nucl_finetune.py:gemma2_2b,g
            with --config.data.path=<file>, mixture by its key data.mixture,
            superglue with --config.data.path=<root>, a folder with train.jsonl for every task); and
            losses to train with as well: diversity, jreg; lora: adapters alone train.
-           Sweeps: python scripts/sweep.py --config=... --sweep=alpha | targets --workdir=...
+           Sweeps: python scripts/sweep.py --config=... --sweep=alpha | targets | control
+             --workdir=...
 Hardware:  paper: TPU v5e 8x8 (Gemma-2 2B), 16x16 (9B, 27B). Weights, gradients and two moments in
            float32 need 16 bytes a parameter over all devices (2B: 42 GB), activations come on top;
            SmolLM2-135M trains on a CPU.
@@ -83,5 +84,10 @@ SWEEPS = {
     "targets": chain(
         point("weight=0", {WEIGHT: 0.0}),
         {"losses.nucl.targets": tuple((name,) for name in TARGETS)},
+    ),
+    # Is it the heterogeneity, or that weights move? The control moves them as far.
+    "control": product(
+        chain(point("weight=0", {WEIGHT: 0.0}), {"losses.nucl.control": (False, True)}),
+        {"seed": (0, 1, 2)},
     ),
 }

@@ -23,6 +23,7 @@ LOSSES = {
         # Table 3: ffn_out, ffn_in_linear, ffn_in_gated, attention_out.
         "targets": ("ffn_out",),
         "axis": "neurons",  # of the incoming kernels: neurons | outputs
+        "control": False,  # gradients with the signs of other weights of their row: a control
     },
     "diversity": {"weight": 1.0},  # neurons of a layer less alike
     "jreg": {

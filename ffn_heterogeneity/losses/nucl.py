@@ -57,6 +57,7 @@ def nucl_term(
     targets: Sequence[str] = ("ffn_out",),
     axis: str = "neurons",
     layers: Sequence[int] | None = None,
+    control: bool = False,
 ) -> LossTerm:
     """NUCL over chosen matrices of chosen layers (equation 6, Table 3): a term on parameters.
 
@@ -77,6 +78,8 @@ def nucl_term(
         "neurons" (chosen here) one distribution per inner neuron over its incoming weights,
         "outputs" one per input over the neurons.
       layers: indices of the layers to act on; None: all.
+      control: the same value, and gradients of the same magnitudes with the signs of other weights
+        of their row [ours]: the weights move as far, and no variant falls.
 
     Raises:
       ValueError: unknown variant, target or axis; and, when the term runs: a tree without the
@@ -94,6 +97,8 @@ def nucl_term(
 
     sharded = context.mesh is not None and context.mesh.size > 1
     rows_of = functools.partial(nucl_rows, variant=variant, sharded=sharded)
+    if control:
+        rows_of = functools.partial(_with_other_signs, rows_of)
 
     def function(params: dict) -> TermValue:
         total, metrics = jnp.zeros((), jnp.float32), {}
@@ -106,6 +111,26 @@ def nucl_term(
 
     patterns = tuple(pattern(TARGETS[target], chosen) for target in targets)
     return LossTerm(context.name, function, context.weight, on="params", targets=patterns)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def _with_other_signs(rows_of, w, axis):
+    """rows_of(w, axis=axis), whose gradient has its signs permuted along the axis, always alike."""
+    return rows_of(w, axis=axis)
+
+
+def _other_signs_fwd(rows_of, w, axis):
+    return jax.vjp(functools.partial(rows_of, axis=axis), w)
+
+
+def _other_signs_bwd(rows_of, axis, pull, cotangent):
+    (gradient,) = pull(cotangent)
+    order = np.random.default_rng(0).permutation(gradient.shape[axis])
+    signs = jnp.take(jnp.sign(gradient), order, axis=axis)
+    return (jnp.abs(gradient) * signs,)
+
+
+_with_other_signs.defvjp(_other_signs_fwd, _other_signs_bwd)
 
 
 def _target_value(params, target, rows_of, along, chosen):

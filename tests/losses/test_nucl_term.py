@@ -57,6 +57,25 @@ def moved(term, params):
     return {path for path, leaf in flatten(gradient).items() if np.any(leaf)}
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("target", ["ffn_out", "ffn_in_gated"])
+def test_the_control_moves_weights_as_far_and_leaves_heterogeneity_alone(variant, target):
+    _, params = model((64, 64))
+    penalty, control = (
+        nucl_term(CONTEXT, variant, (target,), control=flag).function for flag in (False, True)
+    )
+    assert control(params).total == penalty(params).total
+    gradients = [jax.jit(jax.grad(lambda p, f=f: f(p).total))(params) for f in (penalty, control)]
+    ours, theirs = (np.stack(kernels(one, TARGETS[target])) for one in gradients)
+    np.testing.assert_allclose(np.abs(ours), np.abs(theirs), rtol=1e-6)
+    along = -2 if target == "ffn_in_gated" else -1
+    for one in (ours, theirs):  # as many of either sign in each row
+        assert np.array_equal((one > 0).sum(along), (ours > 0).sum(along))
+    assert 0.4 < np.mean(np.sign(ours) == np.sign(theirs)) < 0.6
+    # Along the control's gradient the penalty falls at less than a tenth of its rate.
+    assert np.sum(ours * theirs) < 0.1 * np.sum(ours * ours)
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("target", TARGETS)
 def test_gradient_is_not_zero_on_exactly_the_targets(target, stacked):
