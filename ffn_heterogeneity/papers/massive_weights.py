@@ -34,11 +34,12 @@ ITS_STEP, ALWAYS = ("massive", "step", 0.8), ("massive", "constant", 1.0)
 def evaluations(runs: Frame) -> Frame:
     """Models attacked ("zero 5"), or evaluated as they are ("-", which zeroes 0 neurons; "retain
     0" zeroes all of them); "what" may be a task's name, or the mean of the tasks."""
-    names = ("attack", "k", "config.layer", "token", "prepare", *EVALUATION)
+    names = ("attack", "k", "config.layer", "expert", "token", "prepare", *EVALUATION)
     rows = c.evaluated(c.need(runs, *names), "attack")
     attacked = rows.attack + " " + rows.k.astype(str)
     attacked = attacked.where(attacked != "zero 0", "-")
     layers = c.label(rows, ", layer {:g}".format, "config.layer").fillna("")
+    layers += c.label(rows, ", expert {:g}".format, "expert").fillna("")
     place = "here" + layers + windows(rows)
     rows = rows.assign(attacked=attacked, text=read_text(rows), place=place)
     rows = rows.sort_values(["model", "text", "k"], kind="stable")
@@ -177,7 +178,7 @@ def unattacked(rows: Frame, what: str, index: list[str], how: Any = None) -> Any
     """Paired differences of attacked models from the unattacked ones."""
     rows = rows[rows.what == what]
     on = [x for x in ("model", "text", "method", "window") if x in rows]
-    free = ("attack", "k", "attacked", "config.layer", "limit", "place")
+    free = ("attack", "k", "attacked", "config.layer", "expert", "limit", "place")
     return c.against(rows, rows[rows.attacked == "-"], index, on, free, how)
 
 
