@@ -25,7 +25,7 @@ stands alone, the layer and the neurons that massive activations come from, and 
 other places of a sentence (House of Cards, section 2, Figures 2 and 3). lesions: what the loss of
 one neuron alone costs, of every neuron of the massive layer and of some others. ntk: how far
 compressing one feed-forward block moves its outputs and its tangent kernel (MLP Fusion, Table I);
-with --config.expert, the block is one expert of the layer.
+with `expert`, the block is one expert of the layer.
 experts: each expert's share of each text's tokens, and how similar the experts' outputs are.
 """
 

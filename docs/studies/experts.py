@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas
 
+from ffn_heterogeneity.papers import massive_weights
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.cells import Frame
@@ -44,6 +45,10 @@ CURVES = tuple(TRAINING.values())
 
 
 # ---- runs
+
+# House of Cards' Figure 5: attacks on experts that were made of a dense model's neurons.
+evaluations, tunings = massive_weights.evaluations, massive_weights.tunings
+untrained, adapted = massive_weights.untrained, massive_weights.adapted
 
 
 def grown(curves: Frame) -> Frame:
@@ -158,6 +163,8 @@ def similarity(runs: Frame) -> Frame:
         columns[what.replace("_", " ")] = rows[names[1] == what]
     return c.table(rows, ["model", "place"], columns)
 
+
+zeroed, macdrop = massive_weights.attacks, massive_weights.macdrop
 
 # ---- figures
 
