@@ -28,7 +28,7 @@ SMALL = [
     (TRAINS, "--config.steps=2 --config.batch_size=2 --config.eval.max_batches=1"),
     (TRAINS, "--config.seq_len=32"),
     (r"_recover|shrink\.py", "--config.recover.steps=2 --config.recover.batch_size=2"),
-    (r"shrink\.py:", "--config.recover.seq_len=32 --config.shrink.calibration_tokens=1024"),
+    (r"shrink\.py:", "--config.recover.seq_len=32 --config.shrink.calibration_tokens=1536"),
     (r"_recover", "--config.recover.seq_len=32 --config.score.window=32"),
     (r"_recover", "--config.score.max_windows=2"),
     (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1"),
