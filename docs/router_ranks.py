@@ -1,15 +1,15 @@
 """What a router of experts made from a dense model does with bos, where its massive neurons are.
 
     python docs/router_ranks.py <dense model> <its partition> <the same, trained> \
-        --layer=11 --neurons=1229,1487 --out=runs/router_ranks.md
+        --layer=11 --neurons=1229,1487 --out=docs/results/experts_bos.md
 
 House of Cards: massive weights, Figure 5, shows that Mixtral's router sends bos to one expert of
 the massive layer with a probability near 1. Here the experts are groups of a dense model's neurons
 (configs/experts.py:partition, router=means), so it is known where its massive neurons went: a
 neuron is found by its column of gate, which `partition` copies. For each model with experts: the
-ranks (1: the most probable) that the router gives for a lone bos to the experts of those neurons,
-and how often a router gives such ranks whose columns are the means of a random division of the same
-neurons.
+rank (1: the most probable) that the router gives for a lone bos to the expert of each of those
+neurons, and the rank that routers give whose columns are the means of a random division of the same
+neurons. A model is named after its work directory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import ffn_heterogeneity as fh
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.observe import observe
+from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.wording import markdown_table
 
 SEED = 0
@@ -70,35 +71,25 @@ def random_means(states: np.ndarray, experts: int, draws: int) -> tuple[np.ndarr
     return logits, orders.argsort(1) // (len(states) // experts)
 
 
-def rows_of(name: str, model, layer: int, places: list[tuple[int, int]], draws: int) -> list[list]:
-    """Two rows: the model's router, and routers of random divisions of its neurons."""
+def rows_of(name: str, model, layer: int, places: dict[int, tuple], draws: int) -> list[list]:
+    """A row for each neuron: its expert under the model's router, and under random divisions."""
     gate, router = columns(model, layer)
     assert router is not None, f"{name} has no router in layer {layer}"
     experts, width = gate.shape[0], gate.shape[2]
     read = on_bos(model, layer)
     logits = read @ router
-    shares = np.exp(logits - logits.max())
-    shares /= shares.sum()
-    own, order = [e for e, _ in places], ranks(logits)
+    shares = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     states = np.einsum("d,edm->em", read, gate).reshape(-1)
     drawn, of_neuron = random_means(states, experts, draws)
-    neurons = [e * width + i for e, i in places]
-    holders = of_neuron[:, neurons]
-    theirs = np.take_along_axis(ranks(drawn), holders, 1)
-    top = [int(x) for x in order[own]]
-    chosen = ", ".join(f"{x:.3g}" for x in shares[own])
-    first = f"{shares.max():.3g}"
-    same = (theirs <= np.array(top)).mean(0)
-    return [
-        [name, ", ".join(str(e) for e in own), ", ".join(map(str, top)), chosen, first],
-        [
-            f"{name}: means of random divisions",
-            "-",
-            ", ".join(f"{x:.3g}" for x in theirs.mean(0)),
-            "as high in " + ", ".join(f"{x:.1%}" for x in same),
-            f"both in the first two: {(theirs <= 2).all(1).mean():.1%}",
-        ],
-    ]
+    massive = massive_weights(model.config, model.params, layer).magnitudes[0]
+    rows = []
+    for neuron, (expert, index) in places.items():
+        rank = int(ranks(logits)[expert])
+        theirs = np.take_along_axis(ranks(drawn), of_neuron[:, [expert * width + index]], 1)
+        row = [name, neuron, expert, rank, shares[expert], shares.max(), float(massive)]
+        row += [theirs.mean(), f"{(theirs == 1).mean():.1%}"]
+        rows.append([x if isinstance(x, str) else f"{x:.4g}" for x in row])
+    return rows
 
 
 def main() -> None:
@@ -113,18 +104,28 @@ def main() -> None:
     models = {pathlib.Path(path).parent.name: fh.load_model(path) for path in asked.models}
     dense, _ = columns(fh.load_model(asked.dense), asked.layer)
     copies, _ = columns(next(iter(models.values())), asked.layer)
-    places = []
+    places = {}
     for neuron in map(int, asked.neurons.split(",")):
         same = (copies == dense[0, :, neuron][None, :, None]).all(1)
         ((expert, index),) = np.argwhere(same)
-        places.append((int(expert), int(index)))
-    names = [f"experts of {asked.neurons}", "ranks (random: means)", "probabilities", "largest"]
+        places[neuron] = int(expert), int(index)
+    names = ["model", "neuron", "its expert", "rank", "probability", "largest", "largest |h|"]
+    names += ["mean rank in random divisions", "first in"]
     rows = [
         row
         for name, model in models.items()
         for row in rows_of(name, model, asked.layer, places, asked.draws)
     ]
-    text = markdown_table(["router", *names], rows)
+    text = f"## Ours: the router of layer {asked.layer + 1} on bos\n\n"
+    text += markdown_table(names, rows)
+    text += (
+        "\n\nRank and probability of the neuron's expert, the largest probability, and the layer's "
+    )
+    text += (
+        f"largest \\|h\\|. Then {asked.draws:,} random\ndivisions of the same neurons, with mean "
+    )
+    text += "columns of gate as the router: the rank of the neuron's expert there. Experts\nare "
+    text += "counted from 0."
     print(text)
     if asked.out:
         pathlib.Path(asked.out).write_text(text + "\n")

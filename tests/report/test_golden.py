@@ -157,6 +157,7 @@ KEPT = {
         "equal_parameters",
         "equal_flops",
         "kinds",
+        "zeroed",
         "claims",
     ),
 }

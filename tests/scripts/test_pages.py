@@ -52,8 +52,9 @@ SETTINGS = {
         "192": "width, and neurons of an expert",
         "2,048": "tokens of a training step",
         "1,024": "tokens of a recovery step",
-        "128": "tokens of a window",
         "8,192": "tokens of calibration text",
+        "1,536": "neurons of a layer of SmolLM2",
+        "200": "training steps of Figure 5",
     },
 }
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])|(?<![\w.])\.\d+")

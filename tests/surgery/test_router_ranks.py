@@ -1,0 +1,40 @@
+"""docs/router_ranks.py: where a dense model's neurons went, and what the router does with bos."""
+
+import subprocess
+import sys
+
+import numpy as np
+from tiny_models import LLAMA, REPOSITORY, config_of, random_params, save_tiny
+
+import ffn_heterogeneity as fh
+from ffn_heterogeneity.evaluate import run as evaluation
+from ffn_heterogeneity.models.stack import unstack
+
+
+def test_the_table_says_what_the_analysis_and_the_weights_say(tmp_path):
+    dense = save_tiny(tmp_path / "dense" / "model", LLAMA, random_params(LLAMA))
+    made = {"experts": 4, "top_k": 2, "router": "means"}
+    divided, _ = fh.partition(fh.load_model(str(dense)), **made)
+    path = tmp_path / "divided" / "model"
+    fh.save_model(divided, path)
+    script = [sys.executable, str(REPOSITORY / "docs/router_ranks.py"), str(dense), str(path)]
+    out = tmp_path / "ranks.md"
+    options = ["--layer=1", "--neurons=3,7", "--draws=400", f"--out={out}"]
+    subprocess.run([*script, *options], check=True, capture_output=True)
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in out.read_text().splitlines()
+        if line.startswith("| divided")
+    ]
+    config = config_of("analyze", "massive", model=str(path), layer=1)
+    shares = np.array(evaluation.run(config, tmp_path / "massive")["router"][1])
+    gate = unstack(random_params(LLAMA))["layers"][1]["ffn"]["gate"]["kernel"]
+    experts = unstack(divided.params)["layers"][1]["ffn"]["gate"]["kernel"]
+    for neuron, row in zip((3, 7), rows, strict=True):
+        ((expert, _),) = np.argwhere((experts == gate[:, neuron][None, :, None]).all(1))
+        rank = 1 + (shares > shares[expert]).sum()
+        assert row[1:4] == [str(neuron), str(expert), str(rank)]
+        np.testing.assert_allclose(
+            [float(row[4]), float(row[5])], [shares[expert], shares.max()], rtol=1e-3
+        )
+        assert 1 <= float(row[7]) <= 4 and 0 <= float(row[8].rstrip("%")) <= 100
