@@ -42,8 +42,8 @@ def rescale(model: Model, settings: Mapping[str, Any] | Rescaling, data=None, ke
       (the model, {"factors"}).
 
     Raises:
-      ValueError: a factor that is no finite number.
-      RuleError: a rule that matches no leaf, or no regular expression.
+      ValueError: a factor that is no finite number, a rule that matches no leaf, or no regular
+        expression.
     """
     asked = settings_of(Rescaling, settings)
     leaves = flatten(model.params)
