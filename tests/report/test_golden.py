@@ -158,6 +158,7 @@ KEPT = {
         "equal_flops",
         "kinds",
         "zeroed",
+        "macdrop",
         "claims",
     ),
 }
