@@ -8,7 +8,7 @@ Command:   python scripts/train.py --config=configs/jreg_pretrain.py:170m \
            and losses to train with as well: nucl, diversity. Sweeps:
            python scripts/sweep.py --config=... --sweep=alpha | lambda | steps | seeds | nucl ...
            (nucl: with --config=configs/jreg_pretrain.py:<size>,nucl; controls, with ...,rescale:
-           JREG, LayerNorm Scaling, and a last block whose output counts a tenth).
+           JREG, LayerNorm Scaling, and a last block whose output counts 10%).
 Hardware:  paper: not stated. Weights, gradients and two moments in float32 need 16 bytes a
            parameter over all devices (134M: 2.2 GB, 928M: 15 GB, 3.59B: 58 GB). local: 2 CPU cores.
 Hours:     paper: not stated. 105 billion tokens (512 x 1,024 a step, 200,000 steps): at 40% of an

@@ -1,4 +1,4 @@
-"""What a router of experts made from a dense model does with bos, where its massive neurons are.
+"""Ranks that a router gives for bos to the experts which hold a dense model's massive neurons.
 
     python docs/router_ranks.py <dense model> <its partition> <the same, trained> \
         --layer=11 --neurons=1229,1487 --out=docs/results/experts_bos.md
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ffn_heterogeneity as fh
+from ffn_heterogeneity.io.files import write_text
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.observe import observe
@@ -29,11 +30,21 @@ from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.wording import markdown_table
 
 SEED = 0
+COLUMNS = ("model", "neuron", "its expert", "rank", "probability", "largest", "largest |h|")
+COLUMNS += ("mean rank in random divisions", "first in")
+TEXT = """## Ours: the router of layer {layer} on bos
+
+{table}
+
+Rank and probability of the neuron's expert, the largest probability, and the layer's largest
+\\|h\\|. Then {draws:,} random divisions of the same neurons, with mean columns of gate as router: the
+rank of the neuron's expert there. Experts are counted from 0.
+"""
 
 
 @functools.cache
 def ffn_input() -> Probe:
-    """What the feed-forward block of each layer reads, of the first token."""
+    """Inputs of each layer's feed-forward block, for the first token."""
 
     def function(seen, batch, per_layer):
         return seen.ffn_input[:, 0].astype(jnp.float32)
@@ -44,9 +55,8 @@ def ffn_input() -> Probe:
 def on_bos(model, layer: int) -> np.ndarray:
     """The layer's input for a lone bos, float64 [D]."""
     alone = [{"tokens": np.array([[model.config.bos_id]], np.int32)}]
-    return np.float64(observe(model.config, model.params, alone, ffn_input())["ffn_input"])[
-        layer, 0
-    ]
+    seen = observe(model.config, model.params, alone, ffn_input())["ffn_input"]
+    return np.float64(seen[layer, 0])
 
 
 def columns(model, layer: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -64,9 +74,8 @@ def ranks(logits: np.ndarray) -> np.ndarray:
 
 def random_means(states: np.ndarray, experts: int, draws: int) -> tuple[np.ndarray, np.ndarray]:
     """(logits of mean columns [draws, E], the expert of each neuron [draws, M])."""
-    orders = np.random.default_rng(SEED).permuted(
-        np.tile(np.arange(len(states)), (draws, 1)), axis=1
-    )
+    every = np.tile(np.arange(len(states)), (draws, 1))
+    orders = np.random.default_rng(SEED).permuted(every, axis=1)
     logits = states[orders].reshape(draws, experts, -1).mean(-1)
     return logits, orders.argsort(1) // (len(states) // experts)
 
@@ -74,7 +83,8 @@ def random_means(states: np.ndarray, experts: int, draws: int) -> tuple[np.ndarr
 def rows_of(name: str, model, layer: int, places: dict[int, tuple], draws: int) -> list[list]:
     """A row for each neuron: its expert under the model's router, and under random divisions."""
     gate, router = columns(model, layer)
-    assert router is not None, f"{name} has no router in layer {layer}"
+    if router is None:
+        raise ValueError(f"{name}: layer {layer} (from 0) has no router")
     experts, width = gate.shape[0], gate.shape[2]
     read = on_bos(model, layer)
     logits = read @ router
@@ -106,29 +116,20 @@ def main() -> None:
     copies, _ = columns(next(iter(models.values())), asked.layer)
     places = {}
     for neuron in map(int, asked.neurons.split(",")):
-        same = (copies == dense[0, :, neuron][None, :, None]).all(1)
-        ((expert, index),) = np.argwhere(same)
-        places[neuron] = int(expert), int(index)
-    names = ["model", "neuron", "its expert", "rank", "probability", "largest", "largest |h|"]
-    names += ["mean rank in random divisions", "first in"]
+        found = np.argwhere((copies == dense[0, :, neuron][None, :, None]).all(1))
+        if len(found) != 1:
+            raise ValueError(f"neuron {neuron}: {len(found)} experts have its column of gate")
+        places[neuron] = tuple(found[0])
     rows = [
         row
         for name, model in models.items()
         for row in rows_of(name, model, asked.layer, places, asked.draws)
     ]
-    text = f"## Ours: the router of layer {asked.layer + 1} on bos\n\n"
-    text += markdown_table(names, rows)
-    text += (
-        "\n\nRank and probability of the neuron's expert, the largest probability, and the layer's "
-    )
-    text += (
-        f"largest \\|h\\|. Then {asked.draws:,} random\ndivisions of the same neurons, with mean "
-    )
-    text += "columns of gate as the router: the rank of the neuron's expert there. Experts\nare "
-    text += "counted from 0."
-    print(text)
+    table = markdown_table(COLUMNS, rows)
+    text = TEXT.format(layer=asked.layer + 1, table=table, draws=asked.draws)
+    print(text, end="")
     if asked.out:
-        pathlib.Path(asked.out).write_text(text + "\n")
+        write_text(pathlib.Path(asked.out), text)
 
 
 if __name__ == "__main__":

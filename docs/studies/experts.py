@@ -5,6 +5,9 @@ A report of our own, in the form of those of the papers:
   python scripts/report.py --paper=docs/studies/experts.py runs/moe_* runs/use_* runs/half_* \
       runs/quarter_* runs/own_* runs/active_* runs/whole_* --out=runs/experts
 
+`zeroed` and `macdrop` are of runs/zeroed, runs/macdrop_* and runs/attacked: attacks on experts that
+were made of a dense model's neurons (docs/reproduce.md).
+
 The unit is the seed of a model's training, the number before "/model" in the name that a job reads
 (runs/moe_0/model); three random draws of experts count as their mean.
 """

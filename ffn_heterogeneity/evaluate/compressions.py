@@ -93,7 +93,7 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
 
     Returns:
       {"layer", of experts "expert" (both from 1), "rows", "tokens", "kernel_norm" and
-      "sgd_kernel_norm" (Frobenius, of the whole model's), "errors": {method: {"ntk_error",
+      "sgd_kernel_norm" (Frobenius, of the dense model's), "errors": {method: {"ntk_error",
       "sgd_ntk_error": |K - K'|_F; "ntk_cosine": <K, K'> / (|K| |K'|); "ntk_norm_ratio": |K'| / |K|;
       "output_error", "block_error": |y - y'|, averaged over tokens, and "..._words": over those
       that are no special tokens; "kept_share" of the block's weights; "largest_cluster": neurons in
@@ -109,12 +109,12 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
     real = np.asarray(batch["segment_ids"]) > 0
     words = real & ~np.isin(batch["tokens"], tokenizer_of(model).all_special_ids)
     dense = _measured(settings, model, data, "the dense model")
+    results: dict[str, Any] = {"layer": settings.layer + 1}
     if settings.expert is not None:
+        results["expert"] = settings.expert + 1
         real &= dense["gate"][..., 0] > 0
         words &= real
-    results: dict[str, Any] = {
-        "layer": settings.layer + 1,
-        **({} if settings.expert is None else {"expert": settings.expert + 1}),
+    results |= {
         "rows": len(data),
         "tokens": int(real.sum()),
         "kernel_norm": float(np.linalg.norm(dense["adam"])),

@@ -79,7 +79,7 @@ def nucl_term(
         "outputs" one per input over the neurons.
       layers: indices of the layers to act on; None: all.
       control: the same value, and gradients of the same magnitudes with the signs of other weights
-        of their row [ours]: the weights move as far, and no variant falls.
+        of their row [ours]: the weights move as far, in directions that hardly change the variant.
 
     Raises:
       ValueError: unknown variant, target or axis; and, when the term runs: a tree without the

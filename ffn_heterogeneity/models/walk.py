@@ -54,9 +54,9 @@ def blocks_of(config: ModelConfig, layer: int, ffn: dict) -> Iterator[tuple[Plac
 
 def of_expert(config: ModelConfig, layer: int, ffn: dict, expert: int) -> dict:
     """The leaves of one expert of a layer; factors and masks in place of kernels are kept."""
-    place = Place(layer, None, "ffn")
     block = {name: entry for name, entry in ffn.items() if _of_block(name)}
-    return dict(_by_expert(config, place, block))[place._replace(expert=expert)]
+    blocks = _by_expert(config, Place(layer, None, "ffn"), block)
+    return next(leaves for place, leaves in blocks if place.expert == expert)
 
 
 def _of_block(name: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.tree import Leaf, flatten, is_auxiliary
@@ -71,6 +72,13 @@ def match_rules(
         layers = tuple(outcomes[first[key]] for key in per_layer)
         values[path] = layers[0] if len(set(layers)) == 1 else layers
     return values
+
+
+def by_layer(values: Any, leaf: Any) -> np.ndarray:
+    """A value of `match_rules`, or one per layer, shaped to broadcast against its leaf."""
+    values = np.asarray(values)
+    values = values if values.dtype == bool else values.astype(leaf.dtype)
+    return values.reshape(values.shape + (1,) * (leaf.ndim - values.ndim))
 
 
 def trainable_mask(

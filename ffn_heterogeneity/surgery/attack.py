@@ -29,7 +29,7 @@ class Attack:
     """Settings of `attack`.
 
     Attributes:
-      attack, k: see there.
+      attack, k: which neurons become silent, as in `attack`.
       layer, token: as in `massive_weights`.
       expert: of a layer with experts, counted from 0; None: the one with the largest |h|.
     """

@@ -11,13 +11,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.stack import layer_names
-from ffn_heterogeneity.parallel.partition import match_rules
+from ffn_heterogeneity.parallel.partition import by_layer, match_rules
 from ffn_heterogeneity.tree import flatten, unflatten
 from ffn_heterogeneity.wording import check_number, settings_of
 
@@ -49,15 +45,11 @@ def rescale(model: Model, settings: Mapping[str, Any] | Rescaling, data=None, ke
     leaves = flatten(model.params)
     factors = match_rules(asked.factors, layer_names(model.params), 1.0)
 
-    def scaled(path: str, leaf: Any) -> Any:
-        factor = factors[path]
-        if isinstance(factor, tuple):  # layers of a stacked leaf
-            factor = np.reshape(factor, (-1, *(1,) * (leaf.ndim - 1)))
-        if np.all(np.equal(factor, 1)):
-            return leaf
-        multiply = jnp.multiply if isinstance(leaf, jax.Array) else np.multiply
-        return multiply(leaf, np.asarray(factor, leaf.dtype))
-
-    params = unflatten({path: scaled(path, leaf) for path, leaf in leaves.items()})
+    changed = {
+        path: leaf * by_layer(factors[path], leaf)
+        for path, leaf in leaves.items()
+        if factors[path] != 1
+    }
+    params = unflatten(leaves | changed)
     report = {"factors": [list(rule) for rule in asked.factors]}
     return dataclasses.replace(model, params=params), report

@@ -193,20 +193,13 @@ def _scale_by_rate(factors: Mapping[str, Any]) -> optax.GradientTransformationEx
     def scaled(update, factor, learning_rate):
         # weak typing would let a float64 rate promote float32 updates: cast to each leaf's dtype.
         rate = jnp.asarray(learning_rate, update.dtype)
-        return -rate * (update if factor == 1 else by_layer(factor, update) * update)
+        return -rate * (update if factor == 1 else partition.by_layer(factor, update) * update)
 
     def update(updates, state, params=None, *, learning_rate, **_):
         del params
         return {k: scaled(u, factors[k], learning_rate) for k, u in updates.items()}, state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-
-def by_layer(values: Any, leaf: jax.Array) -> jax.Array:
-    """One value, or one per layer of a stacked leaf, shaped to broadcast against the leaf."""
-    values = jnp.asarray(values)
-    values = values if values.dtype == bool else values.astype(leaf.dtype)
-    return values.reshape(values.shape + (1,) * (leaf.ndim - values.ndim))
 
 
 def make_schedule(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
-from ffn_heterogeneity.train.optimizers import by_layer
+from ffn_heterogeneity.parallel.partition import by_layer
 from ffn_heterogeneity.train.state import TrainState, merge_params, split_params
 from ffn_heterogeneity.wording import check_number
 

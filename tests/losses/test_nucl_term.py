@@ -59,7 +59,7 @@ def moved(term, params):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("target", ["ffn_out", "ffn_in_gated"])
-def test_the_control_moves_weights_as_far_and_leaves_heterogeneity_alone(variant, target):
+def test_the_control_moves_weights_as_far_and_hardly_changes_the_penalty(variant, target):
     _, params = model((64, 64))
     penalty, control = (
         nucl_term(CONTEXT, variant, (target,), control=flag).function for flag in (False, True)
@@ -72,7 +72,7 @@ def test_the_control_moves_weights_as_far_and_leaves_heterogeneity_alone(variant
     for one in (ours, theirs):  # as many of either sign in each row
         assert np.array_equal((one > 0).sum(along), (ours > 0).sum(along))
     assert 0.4 < np.mean(np.sign(ours) == np.sign(theirs)) < 0.6
-    # Along the control's gradient the penalty falls at less than a tenth of its rate.
+    # Along the control's gradient the penalty falls at less than 10% of its rate.
     assert np.sum(ours * theirs) < 0.1 * np.sum(ours * ours)
 
 

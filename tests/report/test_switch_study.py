@@ -1,4 +1,4 @@
-"""docs/studies/switch.py on runs with known numbers: errors of a kernel beside the losses."""
+"""docs/studies/switch.py on runs with known numbers: errors of a kernel next to the losses."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def drawn(tmp_path_factory):
     return {one.key: one for one in draw_all(study, gather(study, [str(root)])[1])}
 
 
-def test_errors_stand_beside_the_losses(drawn):
+def test_errors_stand_next_to_the_losses(drawn):
     header, rows = list(drawn["kernels"].header), drawn["kernels"].rows
     found = {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}
     for name, (errors, cosine, output, losses) in RUNS.items():

@@ -140,7 +140,7 @@ def test_an_attack_silences_those_neurons_and_nothing_else(model, attack, k):
 
 @pytest.mark.parametrize("shared", [0, 1])
 def test_an_attack_on_one_expert_finds_its_own_neurons(shared):
-    """As if the router sent bos to every expert, which does not change what the layer reads."""
+    """Neurons are those that bos would reach if the router sent it to every expert."""
     config = with_experts(shared=shared)
     model = Model(config, random_params(config), None, "tiny")
     default = attacked(model, layer=1)[1]
