@@ -37,8 +37,8 @@ TEXT = """## Ours: the router of layer {layer} on bos
 {table}
 
 Rank and probability of the neuron's expert, the largest probability, and the layer's largest
-\\|h\\|. Then {draws:,} random divisions of the same neurons, with mean columns of gate as router: the
-rank of the neuron's expert there. Experts are counted from 0.
+\\|h\\|. Then {draws:,} random divisions of the same neurons, with mean columns of gate as router:
+the rank of the neuron's expert there. Experts are counted from 0.
 """
 
 

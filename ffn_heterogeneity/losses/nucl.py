@@ -78,8 +78,9 @@ def nucl_term(
         "neurons" (chosen here) one distribution per inner neuron over its incoming weights,
         "outputs" one per input over the neurons.
       layers: indices of the layers to act on; None: all.
-      control: the same value, and gradients of the same magnitudes with the signs of other weights
-        of their row [ours]: the weights move as far, in directions that hardly change the variant.
+      control: the same value, and gradients of the effective kernels of the same magnitudes with
+        the signs of other weights of their row [ours]: they move as far, in directions that hardly
+        change the variant.
 
     Raises:
       ValueError: unknown variant, target or axis; and, when the term runs: a tree without the
