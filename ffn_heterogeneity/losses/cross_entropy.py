@@ -157,19 +157,25 @@ class _Rows(NamedTuple):
         states = hidden_btd.reshape(-1, hidden_btd.shape[-1])[at]
         return states, targets_bt.reshape(-1)[at], start + jnp.arange(size) < self.number
 
-    def fold(self, body, carry):
+    def fold(self, body, zeros):
         """Fold `carry = body(start, size, carry)` over chunks, and over eighths for the rest.
 
-        If an eighth would be few rows, the rest is a chunk too: one program less to compile.
+        The first chunk has no carry: body(0, size, None) need not write `zeros()` and add to them.
+        If an eighth would be few rows, the rest is a chunk too: fewer programs to compile.
         """
-        if self.size // 8 < FEW_ROWS:
-            chunks = -(-self.stop // self.size)
-            return lax.fori_loop(0, chunks, lambda i, c: body(i * self.size, self.size, c), carry)
-        full_chunks, eighth = self.stop // self.size, self.size // 8
-        start = full_chunks * self.size
-        carry = lax.fori_loop(0, full_chunks, lambda i, c: body(i * self.size, self.size, c), carry)
-        parts = -((start - self.stop) // eighth)
-        return lax.fori_loop(0, parts, lambda i, c: body(start + i * eighth, eighth, c), carry)
+
+        def over(number, start, size, carry):
+            """Fold over `number` parts of `size` rows from `start` on."""
+            return lax.fori_loop(0, number, lambda i, c: body(start + i * size, size, c), carry)
+
+        size, eighth = self.size, self.size // 8
+        if eighth < FEW_ROWS:
+            return over(-(-self.stop // size), 0, size, zeros())
+        chunks = (self.stop + eighth - 1) // size
+        carry = lax.cond(chunks > 0, lambda: body(0, size, None), zeros)
+        carry = over(chunks - 1, size, size, carry)
+        start = chunks * size
+        return over(-((start - self.stop) // eighth), start, eighth, carry)
 
 
 def _rows(mask_bt, static) -> _Rows:
@@ -223,11 +229,16 @@ def _sums(hidden_btd, kernel, targets_bt, mask_bt, static):
     """(NLL sum, number correct)."""
     rows = _rows(mask_bt, static)
 
-    def body(start, size, sums):
+    def body(start, size, carry):
         h_nd, y_n, mask_n = rows.cut(start, size, hidden_btd, targets_bt)
-        return tuple(map(jnp.add, sums, _chunk_loss(h_nd, kernel, y_n, mask_n, static)[:2]))
+        return _added(carry, _chunk_loss(h_nd, kernel, y_n, mask_n, static)[:2])
 
-    return rows.fold(body, _zero_sums(hidden_btd))
+    return rows.fold(body, lambda: _zero_sums(hidden_btd))
+
+
+def _added(carry, sums):
+    """The sums of the chunks up to this one; `carry`: those before it, None for the first."""
+    return sums if carry is None else jax.tree.map(jnp.add, carry, sums)
 
 
 def _zero_sums(hidden_btd):
@@ -256,30 +267,35 @@ def _sums_and_gradients(hidden_btd, cast, targets_bt, mask_bt, static, trainable
     rows = _rows(mask_bt, static)
     # A CPU's bfloat16 units support no product with a transposed left operand (`wide_product`), and
     # float32 ones take up to twice as long if that operand is the larger: so the narrow states are
-    # transposed, not the logits over the vocabulary.
+    # transposed, not the logits over the vocabulary. This turns the gradient of a tied kernel.
     tied = static.layout == "vd"
-    gains = dtype == jnp.bfloat16 or (tied and rows.place.size >= MANY_ROWS)
+    gains = dtype == jnp.bfloat16 or not tied or rows.place.size >= MANY_ROWS
     turn = trainable and gains and platform_of(static.mesh) == "cpu"
     across = turn and tied
 
     def body(start, size, carry):
-        total, correct, d_rows, d_kernel = carry
+        d_rows, before = (nothing(), None) if carry is None else carry
         h_nd, y_n, mask_n = rows.cut(start, size, hidden_btd, targets_bt)
         more, right, logits_nv, log_z_n = _chunk_loss(h_nd, cast, y_n, mask_n, static)
         d_nv = _d_logits(logits_nv, log_z_n, y_n, mask_n, static).astype(dtype)
         d_h_nd = jnp.einsum(f"nv,{static.layout}->nd", d_nv, cast, preferred_element_type=wide)
         d_rows = lax.dynamic_update_slice_in_dim(d_rows, d_h_nd.astype(dtype), start, 0)
+        d_kernel = jnp.zeros((), wide)
         if turn:
-            d_kernel += jnp.dot(turned(h_nd), d_nv, preferred_element_type=wide)
+            d_kernel = jnp.dot(turned(h_nd), d_nv, preferred_element_type=wide)
         elif trainable:
             equation = f"nv,nd->{static.layout}"
-            d_kernel += jnp.einsum(equation, d_nv, h_nd, preferred_element_type=wide)
-        return total + more, correct + right, d_rows, d_kernel
+            d_kernel = jnp.einsum(equation, d_nv, h_nd, preferred_element_type=wide)
+        return d_rows, _added(before, (more, right, d_kernel))
 
-    d_rows = jnp.zeros((rows.order.size, hidden_btd.shape[-1]), dtype)
-    d_kernel = jnp.zeros(cast.shape[:: -1 if across else 1] if trainable else (), wide)
-    start = (*_zero_sums(hidden_btd), d_rows, d_kernel)
-    total, correct, d_rows, d_kernel = rows.fold(body, start)
+    def nothing():
+        return jnp.zeros((rows.order.size, hidden_btd.shape[-1]), dtype)
+
+    def zeros():
+        shape = cast.shape[:: -1 if across else 1] if trainable else ()
+        return nothing(), (*_zero_sums(hidden_btd), jnp.zeros(shape, wide))
+
+    d_rows, (total, correct, d_kernel) = rows.fold(body, zeros)
     d_kernel = d_kernel.T if across else d_kernel
     return total, correct, d_rows[rows.place].reshape(hidden_btd.shape), d_kernel
 

@@ -247,9 +247,13 @@ def test_every_target_is_visited_once_and_little_else(share, chunk, few, monkeyp
 
     def body(start, size, carry):
         _, at, valid = rows.cut(start, size, hidden, numbered)
-        return carry[0].at[at].add(valid), carry[1] + size
+        seen, visited = carry or nothing()
+        return seen.at[at].add(valid), visited + size
 
-    seen, visited = rows.fold(body, (jnp.zeros(B * T, jnp.int32), 0))
+    def nothing():
+        return jnp.zeros(B * T, jnp.int32), 0
+
+    seen, visited = rows.fold(body, nothing)
     np.testing.assert_array_equal(seen.reshape(B, T), mask)
     surplus = B * chunk // 8 if B * chunk // 8 >= few else B * chunk
     assert mask.sum() <= visited < mask.sum() + surplus
