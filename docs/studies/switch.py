@@ -2,11 +2,13 @@
 
 A report of our own, in the form of those of the papers:
 
-  python scripts/report.py --paper=docs/studies/switch.py runs/recover runs/ntk --out=runs/switch
+  python scripts/report.py --paper=docs/studies/switch.py runs/switch runs/recover runs/ntk \
+      runs/sst2 runs/answers --out=runs/report
 
-The runs are those of configs/t5_recover.py: the recovery's first evaluation is right after the
-compression, its last one after the further training. And those of configs/analyze.py:ntk on one
-expert of the same model.
+`recovery`: configs/t5_recover.py, whose first evaluation is right after the compression, its last
+one after the further training. `kernels`: configs/analyze.py:ntk on one expert of the same model.
+`training`: the model's own (configs/t5_pretrain.py:switch). `labelled`: configs/switch.py, and
+configs/classify.py with each of its models (runs/answers), for the comparison by sentence.
 """
 
 from __future__ import annotations
@@ -16,12 +18,19 @@ from typing import Any
 
 from ffn_heterogeneity.papers import mlp_fusion
 from ffn_heterogeneity.report import cells as c
+from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.cells import Frame
 
 METHOD = ("stages", "compress.method")
 NAMES = {"merge": "M-SMoE", "residuals": "ResMoE", "recover": "whole"}
 FREE = ("compress.", "tune.", "merge.", "residuals.", "stages", "method")
 BEFORE, AFTER = "after compression", "after training"
+# What a model's training measures; loads and shares are means over the layers with experts.
+LOADS = {"largest load / mean": "max_load", "dropped tokens": "dropped", "unused": "unused"}
+TRAINING = {"NLL": "validation/nll", "accuracy": "validation/nll/accuracy"}
+TRAINING |= {name: f"validation/load_balance/{what}" for name, what in LOADS.items()}
+CURVES = tuple(TRAINING.values())
+ROUTED = "router trained"
 # Errors of the kernel of one expert, and of its outputs.
 ERRORS = {"ntk_error": "|K - K'|", "ntk_cosine": "cosine of K and K'", "output_error": "|y - y'|"}
 
@@ -46,8 +55,7 @@ def method_of(stages: Any, method: Any) -> str:
 
 
 def recovery(recoveries: Frame) -> Frame:
-    groups = recoveries.groupby("when", sort=False)
-    made = {f"NLL {name}": rows.drop(columns="when") for name, rows in groups}
+    made = {f"NLL {x}": recoveries[recoveries.when == x] for x in (BEFORE, AFTER)}
     return c.table(recoveries, ["method", "place"], made)
 
 
@@ -69,6 +77,45 @@ def predictions(kernels: Frame) -> Frame:
     ranks = kernels.rank().corr().reindex(index=names, columns=losses)
     ranks = ranks.rename_axis("error").assign(methods=len(kernels), place="here")
     return ranks.set_index("place", append=True)
+
+
+def grown(curves: Frame) -> Frame:
+    """Evaluations of the model's own training; of each stack apart, where it has experts."""
+    rows = c.need(curves, "shape.experts", "shape.encoder_layers")
+    rows = rows[rows["shape.experts"].notna()].assign(place="here")
+    stack = (rows.layer > rows["shape.encoder_layers"]).map({True: "decoder", False: "encoder"})
+    return rows.assign(stack=stack.where(rows.layer.notna(), "both"))
+
+
+def training(grown: Frame) -> Frame:
+    """The model at its last evaluation."""
+    rows = c.last(grown)
+    sparse = rows[(rows.what == TRAINING["largest load / mean"]) & (rows["value"] > 0)].layer
+    rows = rows[rows.layer.isna() | rows.layer.isin(sparse)]
+    by = ["run", "what", "stack"]
+    rows = rows.assign(value=rows.groupby(by)["value"].transform("mean")).drop_duplicates(by)
+    return c.table(c.with_cells(rows), ["stack", "place"], TRAINING)
+
+
+def answers(runs: Frame) -> Frame:
+    """Accuracies of configs/classify.py in percent, labelled as the jobs that tuned the models."""
+    jobs = mlp_fusion.jobs(runs)
+    jobs = jobs[jobs.switch].drop_duplicates("run").set_index("run")
+    rows = c.need(runs, "evaluation", "input")
+    rows = rows[(rows.what == "accuracy") & rows.origin.isin(jobs.index) & rows.units.notna()]
+    theirs = {name: rows.origin.map(jobs[name]) for name in ("method", "seed", "task", "place")}
+    trained = rows.origin.map(jobs[mlp_fusion.FREEZE]).map(len) == 0
+    rows = c.in_percent(rows.assign(**theirs, model="switch"))
+    return rows.assign(method=rows.method + trained.map({True: f", {ROUTED}", False: ""}))
+
+
+def labelled(answers: Frame) -> Frame:
+    """Accuracies over the seeds, and differences from the whole model paired by sentence."""
+    index = ["task", "method", "place"]
+    over = answers.groupby(index, sort=False)["value"].agg(lambda its: stats.interval([*its]))
+    whole, on = answers[answers.method == "whole"], ["task", "model"]
+    apart = c.against(answers, whole, index, on, FREE, c.paired_units)
+    return c.table(answers, index, {"accuracy": over, "Δ vs whole, by sentence": apart})
 
 
 def means(rows: Frame, column: str) -> Frame:

@@ -238,7 +238,10 @@ def _cell(value: Any) -> Any:
 
 
 def _measured(task: LabelTask, made: np.ndarray, answers: np.ndarray) -> dict[str, Any]:
-    """The task's metrics over the rows with an answer, and the number of rows without (NaN)."""
+    """The task's metrics over the rows with an answer, and the number of rows without (NaN).
+
+    "accuracy_rows": of each row with an answer, for comparisons of two models row by row.
+    """
     rows, results = ~np.isnan(answers), {}
     if task.regression and np.all(answers[rows] == -1):
         rows[:] = False  # GLUE's hidden answers
@@ -252,6 +255,8 @@ def _measured(task: LabelTask, made: np.ndarray, answers: np.ndarray) -> dict[st
         given = made[:, 0] if task.regression else made.argmax(1)
         results["interval"] = "bootstrap"
         results |= task_metrics(task, given[rows], answers[rows])
+        if "accuracy" in results:  # 1: right
+            results["accuracy_rows"] = (given == answers)[rows].astype(int).tolist()
     return results
 
 

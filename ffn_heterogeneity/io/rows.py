@@ -56,6 +56,7 @@ _NO_MEASUREMENTS = (
     "windows",
     "nll_windows",
     "accuracy_windows",
+    "accuracy_rows",
     "window_documents",
     "magnitudes",
     "answers",
@@ -193,6 +194,8 @@ def _interval(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     interval = {"low": low, "high": high}
     if _is_int(values, f"{split}n"):
         interval["n"] = values[f"{split}n"]
+    if f"{name}_rows" in values:
+        interval["units"] = f"{RESULTS}:{name}_rows"
     return interval | {"how": values.get("interval", "bootstrap" if split else "Wilson")}
 
 

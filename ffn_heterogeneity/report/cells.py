@@ -326,7 +326,7 @@ def _units(rows: Frame) -> dict[Any, float]:
     """{window or question: mean over the seeds}; empty where the seeds' units differ."""
     places = zip(rows["by"], rows["units"], strict=True)
     each = [units(run, place) if isinstance(place, str) else {} for run, place in places]
-    scale = 100 if str(rows["units"].iat[0]).startswith("samples/") else 1
+    scale = 100 if re.match(r"samples/|.*_rows$", str(rows["units"].iat[0])) else 1
     same = len({tuple(one) for one in each}) == 1
     return {x: scale * float(np.mean([one[x] for one in each])) for x in each[0] if same}
 

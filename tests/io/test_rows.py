@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import tarfile
@@ -15,6 +16,7 @@ from tiny_runs import refused, small_run, write_rows
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.chat.judge import pairwise_summary, single_summary
 from ffn_heterogeneity.io.rows import FIELDS, MAX_LINE, read_rows, rows_of
+from ffn_heterogeneity.report.frame import units
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ARCHIVES = sorted((REPOSITORY / "docs/results/runs").glob("*.tar.xz"))
@@ -86,7 +88,7 @@ SCHEMA = {
     "in_memory": {"perplexity": SIZED | SEED, "ffn_widths_after": EVERY},
     "compress": {"ffn_widths_after": EVERY, "parameters_after": SEED},
     "labels": {"accuracy": PART | INTERVAL, "rows": {"split", "seed"}, "classification": PART},
-    "classify": {"matthews": INTERVAL, "rows": set(), "rows_cut": set()},
+    "classify": {"accuracy": INTERVAL | {"units"}, "matthews": INTERVAL, "rows": set()},
     "chat": {"answered": SEED, "turns": SEED, "turns_no_room": SEED},
 }
 SCHEMA["analyze/massive"]["layer"] = set()
@@ -110,6 +112,14 @@ def test_the_rows_of_every_command(runs):
         assert rows_in(runs / name / "rows.jsonl") == rows_of(results)
     assert set(everything[everything.what == "h_out"].layer) == {1, 2, 3, 4}
     assert set(everything.how.dropna()) == {"bootstrap"}
+
+
+def test_right_and_wrong_of_each_row_of_a_classifier(runs):
+    rows = fh.results(runs / "classify")
+    (row,) = rows[rows.what == "accuracy"].itertuples()
+    with (runs / "classify/predictions.csv").open() as file:
+        right = [line["label"] == line["prediction"] for line in csv.DictReader(file)]
+    assert [*units(row.run, row.units).values()] == right and row.value == np.mean(right)
 
 
 def test_the_rows_of_a_judge():

@@ -1,4 +1,4 @@
-"""docs/studies/switch.py on runs with known numbers: errors of a kernel next to the losses."""
+"""docs/studies/switch.py on runs with known numbers: losses, errors of a kernel, sentences."""
 
 import numpy as np
 import pytest
@@ -17,11 +17,53 @@ RUNS = {
     "svd": ([9.0, 7.0], 0.8, 0.6, (6.0, 4.5)),
     "structured": ([6.0, 8.0], 0.4, 0.9, (7.0, 4.2)),
 }
+# Method -> (rate, whether routers train), and of each seed the sentences that are right, of six.
+ANSWERS = {
+    "whole": (1e-3, False, [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0]),
+    "fusion": (3e-4, False, [1, 1, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0]),
+    "whole, router trained": (1e-3, True, [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]),
+}
+# Of each layer: two dense ones, and one with experts in each stack.
+DROPPED = [0.0, 0.125, 0.0, 0.0]
+
+
+def answered(root):
+    """Jobs of configs/switch.py and the answers of configs/classify.py."""
+    for name, (rate, routed, *seeds) in ANSWERS.items():
+        for seed, right in enumerate(seeds):
+            job = root / "sst2" / f"{name}_{seed}"
+            config = {"stages": ["finetune"], "seed": seed, "task": "sst2"}
+            if name == "fusion":
+                config |= {"compress": {"method": name, "ratio": 0.75, "layers": "sparse:last4"}}
+            freeze = [] if routed else ["/ffn/router/"]
+            config["finetune"] = {"base": "p32_glue:runs/switch/model,sst2", "freeze": freeze}
+            write_run(job, config)
+            config |= {"objective": "labels", "data": {"task": "sst2"}, "epochs": 2.0}
+            config |= {"optimizer": {"learning_rate": rate}, "freeze": freeze}
+            write_run(job / "01_finetune", config, {"steps": 2})
+            share = float(np.mean(right))
+            found = {"accuracy": share, "accuracy_low": 0.0, "accuracy_high": 1.0, "n": 6}
+            model = {"model": str(job / "01_finetune/model"), "input": "both.jsonl"}
+            found |= {"accuracy_rows": right, "interval": "bootstrap"}
+            said = root / "answers" / f"{name}_{seed}"
+            write_run(said, {"evaluation": "classify"} | model, found)
+
+
+def trained(root):
+    """The model's own training: a first evaluation and the last."""
+    shape = {"experts": 8, "layers": 2, "encoder_layers": 2}
+    loads = {"max_load": [0, 1.5, 0, 2.5], "dropped": DROPPED, "unused": [0, 0, 0, 0.25]}
+    row = {f"validation/load_balance/{name}": values for name, values in loads.items()}
+    rows = [row | {"step": step, "validation/nll": 9.0 - step / 2} for step in (0, 6)]
+    config = {"shape": shape, "objective": "span_corruption"}
+    write_run(root / "switch", config, {"steps": 6}, rows)
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     root = tmp_path_factory.mktemp("switch")
+    answered(root)
+    trained(root)
     for seed in range(2):
         config = {"analysis": "ntk", "model": "runs/switch/model", "layer": 3, "expert": 1}
         config |= {"ratio": 0.75, "seed": seed, "methods": list(RUNS)}
@@ -66,3 +108,30 @@ def test_the_correlation_is_spearmans(drawn):
             rho = spearmanr(values, [of[3][i] for of in RUNS.values()]).statistic
             assert found[error][f"NLL {when}"] == pytest.approx(rho)
         assert found[error]["methods"] == len(RUNS)
+
+
+def cells_of(table):
+    width = table.header.index("from") + 1
+    return {
+        row[:width]: dict(zip(table.header[width:], row[width:], strict=True)) for row in table.rows
+    }
+
+
+def test_accuracies_are_paired_by_sentence(drawn):
+    """The mean over seeds of each sentence, minus the whole model's; a bootstrap of sentences."""
+    found = {key[1]: cells for key, cells in cells_of(drawn["labelled"]).items()}
+    whole = np.mean(ANSWERS["whole"][2:], 0)
+    for name, (_rate, _routed, *seeds) in ANSWERS.items():
+        label = "MLP Fusion (Ours)" if name == "fusion" else name
+        assert found[label]["accuracy"].mean == pytest.approx(100 * np.mean(seeds))
+        if name != "whole":
+            apart = found[label]["Δ vs whole, by sentence"]
+            assert apart.mean == pytest.approx(100 * np.mean(np.mean(seeds, 0) - whole))
+            assert apart.n == 6 and apart.low < apart.mean < apart.high
+
+
+def test_loads_are_of_the_layers_with_experts(drawn):
+    found = {key[0]: cells for key, cells in cells_of(drawn["training"]).items()}
+    assert found["both"]["NLL"] == 6.0
+    assert (found["encoder"]["dropped tokens"], found["decoder"]["dropped tokens"]) == (0.125, 0)
+    assert (found["encoder"]["largest load / mean"], found["decoder"]["unused"]) == (1.5, 0.25)
