@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
         {
             # model | nucl | nll | fusion | steps | streaming | experts.
             "name": "",
-            # Of model, fusion, streaming: a preset (random weights).
+            # Of model, fusion, streaming: a preset, or the shape of a directory (random weights).
             "model": "smollm2_135m",
             "calls": CALLS,  # of model: what is timed
             # Of fusion: LoRA | mlp_lora | fusion | structured | svd | unstructured; (): all but

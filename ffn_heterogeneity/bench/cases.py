@@ -14,7 +14,7 @@ from ffn_heterogeneity.bench import timing
 from ffn_heterogeneity.bench.peer import LEARNING_RATE, NEW, PEERS, PROMPT, Torch
 from ffn_heterogeneity.bench.timing import Interval, compiled, machine, ratio_interval
 from ffn_heterogeneity.evaluate.perplexity import perplexity
-from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.io.load import Model, load_config
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.losses.nucl import nucl
@@ -22,7 +22,6 @@ from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.options import RunOptions, choose_dtype, products
@@ -191,7 +190,7 @@ def time_model(
     them.
 
     Args:
-      model: None: the preset `config.model`.
+      model: None: `config.model`.
 
     Raises:
       ValueError: an unknown peer, model, call or dtype, or one that the model does not support.
@@ -200,7 +199,7 @@ def time_model(
     for key, choices in (("calls", CALLS), ("dtypes", DTYPES)):
         for name in config[key]:
             check_choice(key, name, choices)
-    model = model or preset(config.model)[0]
+    model = model or load_config(config.model)
     if "perplexity" in config.calls:
         causal_lm.require_decoder(model, "perplexity")
     ours, peer, about, calls = Ours(model, config), None, machine(), {}

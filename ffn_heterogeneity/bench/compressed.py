@@ -11,10 +11,9 @@ from ffn_heterogeneity.bench.cases import train_step, trained_leaves
 from ffn_heterogeneity.bench.timing import compiled
 from ffn_heterogeneity.heads import make_head, with_head
 from ffn_heterogeneity.heads.classification import Classification
-from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.io.load import Model, load_config
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
-from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.adapt import LORA_ON_MLPS, MLPS
@@ -29,10 +28,10 @@ WHOLE, MLP_LORA = "whole", "mlp_lora"
 def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
     """Training steps and forward passes of compressed classifiers with random weights, in float32.
 
-    The model is the preset `config.model`, on random rows [batch, seq_len]. Three quarters of the
-    FFNs' neurons (or weights) are removed from the last two thirds of its layers or, with experts,
-    from the last 4 sparse layers of each stack. Each program has its operations, "gflop", as
-    counted by XLA; "models" has each model's parameters, and those that train.
+    The model is `config.model`, on random rows [batch, seq_len]. Three quarters of the FFNs'
+    neurons (or weights) are removed from the last two thirds of its layers or, with experts, from
+    the last 4 sparse layers of each stack. Each program has its operations, "gflop", as counted by
+    XLA; "models" has each model's parameters, and those that train.
 
     Raises:
       ValueError: an unknown method.
@@ -40,7 +39,7 @@ def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
     for method in config.methods:
         check_choice("methods", method, (*METHODS, MLP_LORA))
     rows, key = (config["batch"], config["seq_len"]), jax.random.key(0)
-    shape, head = preset(config.model)[0], HeadConfig.of("classification", vars(Classification()))
+    shape, head = load_config(config.model), HeadConfig.of("classification", vars(Classification()))
     shape, params = with_head(shape, causal_lm.init(shape, key), head, key)
     uncompressed = Model(shape, jax.tree.map(np.asarray, params), None, config.model)
     del params

@@ -16,9 +16,10 @@ import numpy as np
 
 from ffn_heterogeneity.bench.timing import ratio_interval, table, table_of_ratios
 from ffn_heterogeneity.io.hf.export import MAX_SHARD_BYTES, choose_form, write_configs
+from ffn_heterogeneity.io.load import load_config
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.families import expected_shapes, family_by_name, preset
+from ffn_heterogeneity.models.families import expected_shapes, family_by_name
 from ffn_heterogeneity.progress import bar
 
 PLAN = {"criterion": "entropy", "ratio": 0.25}
@@ -41,14 +42,14 @@ def time_streaming(config: Any, *_: Any, model: ModelConfig | None = None) -> di
     checkpoint's size, which is freed again.
 
     Args:
-      model: None: the preset `config.model`.
+      model: None: `config.model`.
 
     Returns:
       "copy_seconds", "streaming_seconds" (inside the process), "process_seconds" (with the start of
       Python) and "peak_anonymous_mb" (RssAnon: without file pages in the cache), one number per
       round; "ratio", of the medians of process and copy; "bytes"; "tables".
     """
-    model, rows = model or preset(config.model)[0], []
+    model, rows = model or load_config(config.model), []
     with tempfile.TemporaryDirectory(dir=config.directory or None) as held:
         source, target = Path(held) / "source", Path(held) / "target"
         write_random(model, source)

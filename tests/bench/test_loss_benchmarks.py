@@ -15,6 +15,7 @@ from tiny_models import config_of, tiny_of
 from ffn_heterogeneity import papers
 from ffn_heterogeneity.bench import cases, compressed, timing
 from ffn_heterogeneity.bench.run import run
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.workdir import prepare_workdir
 from ffn_heterogeneity.losses.nucl import nucl
 from ffn_heterogeneity.models import causal_lm
@@ -126,7 +127,7 @@ def test_the_tail_of_a_step_costs_little_more_than_the_optimiser(capsys):
     ],
 )
 @pytest.mark.usefixtures("compiled_quickly")
-def test_compressed_models_are_timed_beside_the_whole_one(family, methods, monkeypatch, tmp_path):
+def test_compressed_models_are_timed_beside_the_whole_one(family, methods, tmp_path):
     """Fewer operations and no more memory; LoRA's step needs no gradients of kernels."""
     shape = dataclasses.replace(tiny_of(family, 2), d_model=32)
     shape = shape.with_widths([256] * 2)
@@ -136,8 +137,9 @@ def test_compressed_models_are_timed_beside_the_whole_one(family, methods, monke
             shape,
             layers=tuple(dataclasses.replace(layer, ffn_width=256) for layer in sparse),
         )
-    monkeypatch.setattr(compressed, "preset", lambda name: (shape, ""))
-    config = config_of("benchmark", model=family, batch=4, seq_len=8, repetitions=2)
+    model, tmp_path = str(tmp_path / family), tmp_path / "run"
+    save_pretrained(shape, causal_lm.init(shape, jax.random.key(0)), model)
+    config = config_of("benchmark", model=model, batch=4, seq_len=8, repetitions=2)
     config.methods, config.name = methods, "fusion"
     config.optimizer = "sgd" if family == "switch" else "adamw"
     prepare_workdir(tmp_path, config.to_dict())
