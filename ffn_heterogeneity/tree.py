@@ -28,7 +28,7 @@ class Leaf:
 
     Attributes:
       axes: the names of its axes, in order; a stacked leaf has "layer" first.
-      init: initial values: None is N(0, 0.02^2), a number is a constant.
+      init: initial values: None is random (`models.leaves.init`), a number is a constant.
       trains: False: it is data, which never trains and is never cast.
       decays: whether weight decay applies (to kernels and tables; not to biases and norms).
       cut: False: replicated on every device of a mesh.

@@ -26,8 +26,8 @@ from ffn_heterogeneity.tree import AUXILIARY, Leaf, LeafError, data, flatten, un
 Declared = Iterator[tuple[str, Leaf]]
 # Further roots of a tree -> functions that declare the leaves below them (heads add theirs).
 ROOTS: dict[str, Callable[[ModelConfig], Mapping[str, Leaf]]] = {}
-# Initial standard deviation of all supported families in pre-training.
-normal_init = jax.nn.initializers.normal(stddev=0.02)
+# Initial standard deviation in pre-training, of all families but T5's.
+STD = 0.02
 
 
 def _linear(
@@ -309,15 +309,20 @@ def find(table: Mapping[str, Leaf], path: str) -> Leaf | None:
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
     """Initialize random parameters, stacked: kernels and tables N(0, 0.02^2), norms 1, biases 0.
 
+    T5 and Switch begin as in T5X and transformers: the embedding N(0, 1), kernels N(0, 1 / inputs),
+    queries N(0, 1 / (inputs head_dim)), because attention has no scale, and routers N(0, 0.02^2).
+    From N(0, 0.02^2) a small T5 stays at the frequencies of tokens for thousands of steps.
+
     A leaf's values depend only on the key, its layer and its path, not on the stacking of layers.
     """
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(config.n_layers))
-    made = drawn(outer_leaves(config), sizes(config), key)
+    spread = functools.partial(std_of, config)
+    made = drawn(outer_leaves(config), sizes(config), key, spread)
     for i, segment in enumerate(segmentation(config.layers)):
         for slot in range(segment.slots):
             layer = config.layers[segment.layer(slot)]
             required = {p: leaf for p, leaf in inner_leaves(config, layer) if not leaf.optional}
-            draw = functools.partial(drawn, required, sizes(config, layer))
+            draw = functools.partial(drawn, required, sizes(config, layer), spread=spread)
             places = jnp.asarray([segment.layer(slot, j) for j in range(segment.repeats)])
             for path, leaf in jax.vmap(draw)(keys[places]).items():
                 made[f"stack/segment_{i}/slot_{slot}/{path}"] = leaf
@@ -325,8 +330,21 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
     return unflatten(made | floats)
 
 
+def std_of(config: ModelConfig, path: str, shape: tuple[int, ...]) -> float:
+    """Standard deviation of a leaf's initial values, as in `init`; tables have rows of d_model."""
+    if config.positions != "relative" or "router" in path:
+        return STD
+    if path == "embed/embedding":
+        return 1.0
+    inputs = config.d_model if path.startswith("relative/") else shape[-2]
+    return (inputs * (config.head_dim if path.endswith("/q/kernel") else 1)) ** -0.5
+
+
 def drawn(
-    leaves: Mapping[str, Leaf], sized: Mapping[str, int], key: jax.Array
+    leaves: Mapping[str, Leaf],
+    sized: Mapping[str, int],
+    key: jax.Array,
+    spread: Callable[[str, tuple[int, ...]], float] = lambda path, shape: STD,
 ) -> dict[str, jax.Array]:
     """{path: initial values, float32 or indices}; each depends only on `key` and its path."""
 
@@ -337,7 +355,8 @@ def drawn(
         if leaf.init is not None:
             return jnp.full(shape, leaf.init, jnp.float32)
         leaf_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        return normal_init(leaf_key, shape, jnp.float32)
+        normal = jax.nn.initializers.normal(spread(path, shape))
+        return normal(leaf_key, shape, jnp.float32)
 
     return {path: values(path, leaf) for path, leaf in leaves.items()}
 

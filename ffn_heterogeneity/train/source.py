@@ -169,8 +169,8 @@ def _key(source: Start, name: str) -> jax.Array:
 def found_model(source: Start, load: Callable[..., Model] = load_model) -> Model:
     """The initial model before surgeries.
 
-    A new one has the weights of `causal_lm.init` (normal, 0.02; the paper does not specify them)
-    from the seed, made on the host's CPU: the same values on every machine and in every process.
+    A new one has the weights of `models.leaves.init` (the paper does not specify them) from the
+    seed, made on the host's CPU: the same values on every machine and in every process.
 
     Args:
       load: function that loads an existing model.

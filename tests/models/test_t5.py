@@ -62,6 +62,32 @@ def batch_of(ids, mask, answer) -> dict:
     return dict(zip(names, (x.astype(np.int32) for x in (ids, mask, answer)), strict=True))
 
 
+@pytest.mark.parametrize("family", ["T5", "SwitchTransformers"])
+def test_new_models_begin_as_torchs_do(torch, family, tmp_path):
+    """Spread of every leaf. Ours alone, as in T5X: routers 0.02, and 1 / sqrt(inputs) in experts'
+    second kernels, where transformers has 1 and 1 / sqrt(d_model)."""
+    import transformers
+
+    sizes = {"vocab_size": 600, "d_model": 48, "d_kv": 16, "d_ff": 192, "num_heads": 4}
+    sizes |= {"num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0}
+    if family != "T5":
+        sizes |= {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    peer = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    peer.save_pretrained(tmp_path)
+    theirs = fh.load_model(tmp_path)
+    ours = flatten(unstack(causal_lm.init(theirs.config, jax.random.key(0))))
+    for path, leaf in flatten(unstack(theirs.params)).items():
+        spread, size = np.std(leaf), np.size(leaf)
+        if "/router/" in path:
+            spread = 0.02
+        elif "/down/" in path and leaf.ndim == 3:
+            spread *= (48 / 192) ** 0.5
+        # Four standard errors of both estimates.
+        assert np.std(ours[path]) == pytest.approx(spread, rel=4 / size**0.5), path
+
+
 def test_logits_and_gradients_equal_torch(torch, pair):
     model, place = pair
     ids, mask, answer = rows()
