@@ -104,9 +104,12 @@ def answers(runs: Frame) -> Frame:
     rows = c.need(runs, "evaluation", "input")
     rows = rows[(rows.what == "accuracy") & rows.origin.isin(jobs.index) & rows.units.notna()]
     theirs = {name: rows.origin.map(jobs[name]) for name in ("method", "seed", "task", "place")}
-    trained = rows.origin.map(jobs[mlp_fusion.FREEZE]).map(len) == 0
-    rows = c.in_percent(rows.assign(**theirs, model="switch"))
-    return rows.assign(method=rows.method + trained.map({True: f", {ROUTED}", False: ""}))
+    frozen = rows.origin.map(jobs[mlp_fusion.FREEZE])
+    named = [
+        name if kept else f"{name}, {ROUTED}"
+        for name, kept in zip(theirs["method"], frozen, strict=True)
+    ]
+    return c.in_percent(rows.assign(**theirs | {"method": named}, model="switch"))
 
 
 def labelled(answers: Frame) -> Frame:
