@@ -61,8 +61,8 @@ def _training(config: ConfigDict, base: str) -> dict:
         "steps": 100,
         "batch_size": 8,  # rows a step
         "seq_len": 128,  # tokens of a row of the encoder
-        # Shards of training; of separate held-out data, or "": this share of the documents.
-        "data": {"path": "", "validation_path": "", "validation_fraction": 0.05},
+        # Shards; of separate held-out data, too, or "": 5% of the documents of `path`.
+        "data": {"path": "", "validation_path": ""},
         "freeze": ("/ffn/router/",),
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10},
         "eval": {"every": 100, "max_batches": 16},
