@@ -7,14 +7,15 @@ Command:   python scripts/train.py --config=configs/t5_pretrain.py:local \
            command). The argument is <size>[,<loss or surgery> ...]: local | small | switch, losses
            to train with as well (nucl, jreg, diversity), and surgeries before it trains.
            --config.model=<a T5> continues from a model.
-Hardware:  local: 2 CPU cores. small: T5 1.1's, weights, gradients and two moments in float32 need
-           16 bytes a parameter (77M: 1.2 GB).
+Hardware:  local: 2 CPU cores. small: T5 1.1's, weights and gradients in float32 need 8 bytes a
+           parameter (77M: 0.6 GB); the moments of Adafactor are sums of rows and columns.
 Hours:     local: 0.21 s a step of 8 x 128 tokens on two CPU cores, with other work running.
            switch: 4 + 4 layers, every second one with 8 experts; 0.43 s a step of 8 x 128 tokens.
-Paper:     T5 (arXiv 1910.10683): 15% of the tokens in spans of 3 on average. Its optimizer is
-           Adafactor; the default here is that of configs/parts/train.py. Switch (2101.03961): one
-           expert a token, the balance loss at 0.01, noise of 1% on the router's input; the capacity
-           of 64 tokens of a row is transformers'.
+Paper:     T5 (arXiv 1910.10683): 15% of the tokens in spans of 3 on average; Adafactor, whose steps
+           are shares of each leaf's rms (the rate: 0.01 for 10,000 steps, then falling as 1 /
+           sqrt(step); here a cosine). Switch (2101.03961): one expert a token, the balance loss at
+           0.01, noise of 1% on the router's input; the capacity of 64 tokens of a row is
+           transformers'.
 
 The keys are those of configs/parts/train.py, explained there, and those below. seq_len is the
 length of the encoder's rows. JREG's layers are counted over both stacks, the encoder's first.
@@ -27,9 +28,9 @@ from ffn_heterogeneity.train.text_to_text import SPANS
 
 # size: layers of each stack, width, FFN width, heads, learning rate
 SIZES = {
-    "local": (4, 128, 320, 4, 3e-3),
-    "small": (8, 512, 1024, 8, 1e-3),
-    "switch": (4, 192, 768, 4, 2e-3),
+    "local": (4, 128, 320, 4, 0.03),
+    "small": (8, 512, 1024, 8, 0.01),
+    "switch": (4, 192, 768, 4, 0.03),
 }
 
 
@@ -60,7 +61,11 @@ def get_config(argument: str = "local") -> ConfigDict:
 
     config.steps = 100_000
     config.seq_len = 512
+    config.optimizer.name = "adafactor"
     config.optimizer.learning_rate = rate
+    config.optimizer.multiply_by_parameter_scale = True  # of Adafactor: the rate is a share
+    config.optimizer.weight_decay = 0.0
+    del config.optimizer["b2"]  # AdamW's
     if size == "switch":
         config.losses.load_balance.per_row = True
     if size != "small":

@@ -64,8 +64,8 @@ def _training(config: ConfigDict, base: str) -> dict:
         # Shards; of separate held-out data, too, or "": 5% of the documents of `path`.
         "data": {"path": "", "validation_path": ""},
         "freeze": ("/ffn/router/",),
-        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10},
-        "eval": {"every": 100, "max_batches": 16},
+        "optimizer": {"name": "adamw", "learning_rate": 1e-3, "warmup_steps": 10},
+        "eval": {"max_batches": 16},
         "export": {"weights": "last"},
         "seed": config.get_ref("seed"),
     }

@@ -139,6 +139,7 @@ def test_each_stacks_operations_are_those_the_compiler_counts():
     def counted(**layers):
         keys = {f"shape__{key}": value for key, value in (shape | layers).items()}
         keys |= {"batch_size": 2, "seq_len": 256, "remat": "none", "unroll": 0}
+        keys |= {"optimizer__name": "adamw"}
         built = plan(read(config_of("t5_pretrain", "local", **keys)), partition.make_mesh())
         batch = built.objective.shapes(2, built.objective.longest)
         batch = {k: jax.ShapeDtypeStruct((1, *v.shape), v.dtype) for k, v in batch.items()}
