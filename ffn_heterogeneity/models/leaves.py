@@ -26,7 +26,7 @@ from ffn_heterogeneity.tree import AUXILIARY, Leaf, LeafError, data, flatten, un
 Declared = Iterator[tuple[str, Leaf]]
 # Further roots of a tree -> functions that declare the leaves below them (heads add theirs).
 ROOTS: dict[str, Callable[[ModelConfig], Mapping[str, Leaf]]] = {}
-# Initial standard deviation in pre-training, of all families but T5's.
+# Initial standard deviation, that of most families' configs in transformers; T5's: `std_of`.
 STD = 0.02
 
 
