@@ -61,7 +61,7 @@ def with_head(
             f"{head.name!r} with {head.text}: begin with a model that has none"
         )
     made = make_head(config, head)
-    leaves = unflatten(drawn(made.leaves, {**sizes(config), **made.sizes}, key))
+    leaves = unflatten(drawn(config, made.leaves, {**sizes(config), **made.sizes}, key))
     return dataclasses.replace(config, head=head), {**params, ROOT: leaves}
 
 

@@ -316,13 +316,12 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
     A leaf's values depend only on the key, its layer and its path, not on the stacking of layers.
     """
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(config.n_layers))
-    spread = functools.partial(std_of, config)
-    made = drawn(outer_leaves(config), sizes(config), key, spread)
+    made = drawn(config, outer_leaves(config), sizes(config), key)
     for i, segment in enumerate(segmentation(config.layers)):
         for slot in range(segment.slots):
             layer = config.layers[segment.layer(slot)]
             required = {p: leaf for p, leaf in inner_leaves(config, layer) if not leaf.optional}
-            draw = functools.partial(drawn, required, sizes(config, layer), spread=spread)
+            draw = functools.partial(drawn, config, required, sizes(config, layer))
             places = jnp.asarray([segment.layer(slot, j) for j in range(segment.repeats)])
             for path, leaf in jax.vmap(draw)(keys[places]).items():
                 made[f"stack/segment_{i}/slot_{slot}/{path}"] = leaf
@@ -341,10 +340,7 @@ def std_of(config: ModelConfig, path: str, shape: tuple[int, ...]) -> float:
 
 
 def drawn(
-    leaves: Mapping[str, Leaf],
-    sized: Mapping[str, int],
-    key: jax.Array,
-    spread: Callable[[str, tuple[int, ...]], float] = lambda path, shape: STD,
+    config: ModelConfig, leaves: Mapping[str, Leaf], sized: Mapping[str, int], key: jax.Array
 ) -> dict[str, jax.Array]:
     """{path: initial values, float32 or indices}; each depends only on `key` and its path."""
 
@@ -355,7 +351,7 @@ def drawn(
         if leaf.init is not None:
             return jnp.full(shape, leaf.init, jnp.float32)
         leaf_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        normal = jax.nn.initializers.normal(spread(path, shape))
+        normal = jax.nn.initializers.normal(std_of(config, path, shape))
         return normal(leaf_key, shape, jnp.float32)
 
     return {path: values(path, leaf) for path, leaf in leaves.items()}

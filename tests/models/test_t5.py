@@ -12,9 +12,12 @@ from tiny_models import random_params, tiny_of, written_again
 from tiny_runs import refused
 
 import ffn_heterogeneity as fh
+from ffn_heterogeneity.heads import with_head
+from ffn_heterogeneity.heads.classification import Classification
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.decoding import forward_cached, make_cache
 from ffn_heterogeneity.models.families.t5_names import names
 from ffn_heterogeneity.models.generate import Generator, Sampling
@@ -86,6 +89,11 @@ def test_new_models_begin_as_torchs_do(torch, family, tmp_path):
             spread *= (48 / 192) ** 0.5
         # Four standard errors of both estimates.
         assert np.std(ours[path]) == pytest.approx(spread, rel=4 / size**0.5), path
+    head = HeadConfig.of("classification", vars(Classification(pooling="last", outputs=9)))
+    made = with_head(theirs.config, {}, head, jax.random.key(0))[1]["task_head"]
+    for name in ("dense", "out"):  # T5's class: 1 / sqrt(d_model)
+        kernel = made[name]["kernel"]
+        assert np.std(kernel) == pytest.approx(48**-0.5, rel=4 / kernel.size**0.5)
 
 
 def test_logits_and_gradients_equal_torch(torch, pair):
