@@ -116,9 +116,7 @@ def kept_of(*settings: Any) -> str:
 def training(grown: Frame) -> Frame:
     """The models at their last evaluation, the mean over seeds."""
     rows = c.last(grown)
-    layers = rows.groupby(["run", "what"])["value"].transform("mean")
-    rows = rows.assign(value=layers).drop_duplicates(["run", "what"])
-    return c.table(c.with_cells(rows), ["trained", "place"], TRAINING)
+    return c.table(c.over_layers(rows, ["run", "what"]), ["trained", "place"], TRAINING)
 
 
 def over_models(rows: Frame) -> Any:

@@ -25,12 +25,12 @@ METHOD = ("stages", "compress.method")
 NAMES = {"merge": "M-SMoE", "residuals": "ResMoE", "recover": "whole"}
 FREE = ("compress.", "tune.", "merge.", "residuals.", "stages", "method")
 BEFORE, AFTER = "after compression", "after training"
+LOAD = "validation/load_balance/max_load"
 # What a model's training measures; loads and shares are means over the layers with experts.
-LOADS = {"largest load / mean": "max_load", "dropped tokens": "dropped", "unused": "unused"}
 TRAINING = {"NLL": "validation/nll", "accuracy": "validation/nll/accuracy"}
-TRAINING |= {name: f"validation/load_balance/{what}" for name, what in LOADS.items()}
+TRAINING |= {"largest load / mean": LOAD, "dropped tokens": "validation/load_balance/dropped"}
+TRAINING |= {"unused": "validation/load_balance/unused"}
 CURVES = tuple(TRAINING.values())
-ROUTED = "router trained"
 # Errors of the kernel of one expert, and of its outputs.
 ERRORS = {"ntk_error": "|K - K'|", "ntk_cosine": "cosine of K and K'", "output_error": "|y - y'|"}
 
@@ -90,11 +90,9 @@ def grown(curves: Frame) -> Frame:
 def training(grown: Frame) -> Frame:
     """The model at its last evaluation."""
     rows = c.last(grown)
-    sparse = rows[(rows.what == TRAINING["largest load / mean"]) & (rows["value"] > 0)].layer
+    sparse = rows[(rows.what == LOAD) & (rows["value"] > 0)].layer
     rows = rows[rows.layer.isna() | rows.layer.isin(sparse)]
-    by = ["run", "what", "stack"]
-    rows = rows.assign(value=rows.groupby(by)["value"].transform("mean")).drop_duplicates(by)
-    return c.table(c.with_cells(rows), ["stack", "place"], TRAINING)
+    return c.table(c.over_layers(rows, ["run", "what", "stack"]), ["stack", "place"], TRAINING)
 
 
 def answers(runs: Frame) -> Frame:
@@ -104,16 +102,14 @@ def answers(runs: Frame) -> Frame:
     rows = c.need(runs, "evaluation", "input")
     rows = rows[(rows.what == "accuracy") & rows.origin.isin(jobs.index) & rows.units.notna()]
     theirs = {name: rows.origin.map(jobs[name]) for name in ("method", "seed", "task", "place")}
-    frozen = rows.origin.map(jobs[mlp_fusion.FREEZE])
-    named = [
-        name if kept else f"{name}, {ROUTED}"
-        for name, kept in zip(theirs["method"], frozen, strict=True)
-    ]
-    return c.in_percent(rows.assign(**theirs | {"method": named}, model="switch"))
+    rows = c.in_percent(rows.assign(**theirs, model="switch"))
+    frozen = rows.origin.map(jobs[mlp_fusion.FREEZE]).astype(bool)
+    trained = rows.method.astype(str) + ", router trained"
+    return rows.assign(method=rows.method.where(frozen, trained))
 
 
 def labelled(answers: Frame) -> Frame:
-    """Accuracies over the seeds, and differences from the whole model paired by sentence."""
+    """Accuracies over the seeds, and differences from the uncompressed model, paired by sentence."""
     index = ["task", "method", "place"]
     over = answers.groupby(index, sort=False)["value"].agg(lambda its: stats.interval([*its]))
     whole, on = answers[answers.method == "whole"], ["task", "model"]

@@ -309,9 +309,10 @@ def find(table: Mapping[str, Leaf], path: str) -> Leaf | None:
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
     """Initialize random parameters, stacked: kernels and tables N(0, 0.02^2), norms 1, biases 0.
 
-    T5 and Switch begin as in T5X and transformers: the embedding N(0, 1), kernels N(0, 1 / inputs),
-    queries N(0, 1 / (inputs head_dim)), because attention has no scale, and routers N(0, 0.02^2).
-    From N(0, 0.02^2) a small Switch learned little more than tokens' frequencies in 1,750 steps.
+    T5 and Switch begin as in transformers: the embedding N(0, 1), kernels N(0, 1 / inputs), queries
+    N(0, 1 / (inputs head_dim)), because attention has no scale; routers as in Flaxformer, N(0,
+    0.02^2). Where transformers has more (untied heads, routers, experts' second kernels), 1 /
+    inputs [ours].
 
     A leaf's values depend only on the key, its layer and its path, not on the stacking of layers.
     """

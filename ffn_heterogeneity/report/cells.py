@@ -27,7 +27,7 @@ PARTS = [*CLAIM, "value", "verdict"]  # columns of a claim
 BEST_FIRST = {"acc_norm": 0, "acc": 1, "exact_match": 2}  # metrics, for a paper's one number
 # Columns that are no setting: a row's fields, where it is from, and what reports add.
 OWN = {*FIELDS, "run", "by", "origin", "cell", "column", "panel", "line", "part", "run_on", "place"}
-OWN |= {"x", "y"}
+OWN |= {"x", "y", "unit_scale"}
 SEEDS = re.compile(r"(.*\.)?seeds?")
 # Settings of what is asked or saved, where, and on which devices: no measurement depends on them.
 NO_EFFECT = ("tasks", "num_fewshot", "data_root", "save_samples", "save_model", "push", "workdir")
@@ -199,8 +199,15 @@ def with_cells(rows: Frame) -> Frame:
 
 
 def in_percent(rows: Frame) -> Frame:
-    """The rows with values, intervals and cells in percent."""
-    return with_cells(rows.assign(**{end: 100 * rows[end] for end in ("value", "low", "high")}))
+    """The rows with values, intervals, cells and what `paired_units` reads in percent."""
+    ends = {end: 100 * rows[end] for end in ("value", "low", "high")}
+    return with_cells(rows.assign(**ends, unit_scale=100.0))
+
+
+def over_layers(rows: Frame, by: Names) -> Frame:
+    """One row for each of `by`, its value the mean over the layers."""
+    rows = rows.assign(value=rows.groupby(list(by))["value"].transform("mean"))
+    return with_cells(rows.drop_duplicates(list(by)))
 
 
 def accuracies(rows: Frame, tasks: Mapping[str, Sequence], mean: str = "") -> Frame:
@@ -326,7 +333,7 @@ def _units(rows: Frame) -> dict[Any, float]:
     """{window or question: mean over the seeds}; empty where the seeds' units differ."""
     places = zip(rows["by"], rows["units"], strict=True)
     each = [units(run, place) if isinstance(place, str) else {} for run, place in places]
-    scale = 100 if re.match(r"samples/|.*_rows$", str(rows["units"].iat[0])) else 1
+    scale = rows["unit_scale"].fillna(1.0).iat[0] if "unit_scale" in rows else 1.0
     same = len({tuple(one) for one in each}) == 1
     return {x: scale * float(np.mean([one[x] for one in each])) for x in each[0] if same}
 

@@ -88,11 +88,12 @@ SCHEMA = {
     "in_memory": {"perplexity": SIZED | SEED, "ffn_widths_after": EVERY},
     "compress": {"ffn_widths_after": EVERY, "parameters_after": SEED},
     "labels": {"accuracy": PART | INTERVAL, "rows": {"split", "seed"}, "classification": PART},
-    "classify": {"accuracy": INTERVAL | {"units"}, "matthews": INTERVAL, "rows": set()},
+    "classify": {"accuracy": INTERVAL | {"units"}, "rows": set(), "rows_cut": set()},
     "chat": {"answered": SEED, "turns": SEED, "turns_no_room": SEED},
 }
 SCHEMA["analyze/massive"]["layer"] = set()
 SCHEMA["in_memory"]["parameters_removed_percent"] = SEED
+SCHEMA["classify"]["matthews"] = INTERVAL
 SCHEMA["labels"] |= {"lambda": EVERY, "best/accuracy": PART, "depth_weights": EVERY}
 
 

@@ -67,8 +67,8 @@ def batch_of(ids, mask, answer) -> dict:
 
 @pytest.mark.parametrize("family", ["T5", "SwitchTransformers"])
 def test_new_models_begin_as_torchs_do(torch, family, tmp_path):
-    """Spread of every leaf. Ours alone, as in T5X: routers 0.02, and 1 / sqrt(inputs) in experts'
-    second kernels, where transformers has 1 and 1 / sqrt(d_model)."""
+    """Spread of every leaf. Ours alone: routers 0.02, and 1 / sqrt(inputs) in experts' second
+    kernels, where transformers has 1 and 1 / sqrt(d_model)."""
     import transformers
 
     sizes = {"vocab_size": 600, "d_model": 48, "d_kv": 16, "d_ff": 192, "num_heads": 4}
