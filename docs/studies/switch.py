@@ -109,7 +109,7 @@ def answers(runs: Frame) -> Frame:
 
 
 def labelled(answers: Frame) -> Frame:
-    """Accuracies over the seeds, and differences from the uncompressed model, paired by sentence."""
+    """Accuracies over the seeds; differences from the uncompressed model, paired by sentence."""
     index = ["task", "method", "place"]
     over = answers.groupby(index, sort=False)["value"].agg(lambda its: stats.interval([*its]))
     whole, on = answers[answers.method == "whole"], ["task", "model"]
