@@ -31,7 +31,7 @@ def get_config() -> ConfigDict:
             "name": "",
             # Of model, fusion, streaming: a preset, or the shape of a directory (random weights).
             "model": "smollm2_135m",
-            "calls": CALLS,  # of model: what is timed
+            "calls": CALLS,  # of model, and of fusion (forward, train step): what is timed
             # Of fusion: LoRA | mlp_lora | fusion | structured | svd | unstructured; (): all but
             # mlp_lora, which trains all that is no MLP's kernel. And the optimizer of its steps.
             "methods": (),

@@ -30,8 +30,9 @@ def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
 
     The model is `config.model`, on random rows [batch, seq_len]. Three quarters of the FFNs'
     neurons (or weights) are removed from the last two thirds of its layers or, with experts, from
-    the last 4 sparse layers of each stack. Each program has its operations, "gflop", as counted by
-    XLA; "models" has each model's parameters, and those that train.
+    the last 4 sparse layers of each stack. Timed are "forward" and "train step", if `config.calls`
+    has them. Each program has its operations, "gflop", as counted by XLA; "models" has each model's
+    parameters, and those that train.
 
     Raises:
       ValueError: an unknown method.
@@ -56,15 +57,19 @@ def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
         freeze = (f"{MLPS}/kernel$",) if method == MLP_LORA else ()
         given = {"optimizer": config.optimizer, "freeze": freeze}
         step = train_step(model, forward, ["classification"], batch, held, **given)
-        programs[f"{method}, step"] = compiled(*step)
-        predict = jax.jit(functools.partial(_answer, forward))
-        programs[f"{method}, forward"] = compiled(predict, held, batch)
+        if "train step" in config.calls:
+            programs[f"{method}, step"] = compiled(*step)
+        if "forward" in config.calls:
+            predict = jax.jit(functools.partial(_answer, forward))
+            programs[f"{method}, forward"] = compiled(predict, held, batch)
         trained = trained_leaves(model, freeze)
         leaves = {path: x.size for path, x in flatten(model.params).items()}
         of_trained = sum(size for path, size in leaves.items() if trained[path])
         sizes[method] = {"parameters": sum(leaves.values()), "trainable": of_trained}
         del model, step  # of the largest models only states are in memory
-    pairs = [(one, f"{WHOLE}, {one.split(', ')[1]}") for one in list(programs)[2:]]
+    pairs = [
+        (one, f"{WHOLE}, {one.split(', ')[1]}") for one in programs if not one.startswith(WHOLE)
+    ]
     title = f"{config.model}, {rows[0]} x {rows[1]} tokens; float32"
     timings = timing.compare(title, programs, config.repetitions, timing.ratios_of(pairs))
     for name, row in timings["programs"].items():

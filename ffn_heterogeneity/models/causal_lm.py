@@ -95,11 +95,17 @@ def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None
         if config.head is not None and "encoder_tokens" not in batch:
             batch = with_both_sides(config, batch)
         before = encoder_batch(config, batch)
-        x, seen = _run_span(config, params, before, options, "encoder", **given)
+        # One lookup: the gradient of each is as large as the table.
+        both = jnp.concatenate([before["tokens"], batch["tokens"]], axis=1)
+        x = _begin(config, params, {"tokens": both}, options, dropout)
+        x, x_decoder = jnp.split(x, [before["tokens"].shape[1]], axis=1)
+        x, seen = _run_span(config, params, x, before, options, "encoder", **given)
         memory = _stack_norm(config, params, "encoder", x)
-        given["memory"] = (memory, memory_mask(before))
+        given["memory"], x = (memory, memory_mask(before)), x_decoder
+    else:
+        x = _begin(config, params, batch, options, dropout)
     last = next(reversed(config.stacks))
-    x, after = _run_span(config, params, batch, options, last, **given)
+    x, after = _run_span(config, params, x, batch, options, last, **given)
     hidden = finish(config, params, x)
     more = {} if memory is None else {"encoder_hidden": memory}
     if config.pooler:
@@ -114,7 +120,8 @@ def encode(config: ModelConfig, params: dict, batch: dict, options: RunOptions) 
       batch: the encoder's: "tokens" [B, S], and "segment_ids" (0: padding).
     """
     given = {"probes": (), "extra": _of_layers(config, (), None, None, None), "dropout": None}
-    x, _ = _run_span(config, params, batch, options, "encoder", **given)
+    x = _begin(config, params, batch, options, None)
+    x, _ = _run_span(config, params, x, batch, options, "encoder", **given)
     return _stack_norm(config, params, "encoder", x)
 
 
@@ -132,14 +139,19 @@ def _joined(probes: tuple, encoder: dict, decoder: dict) -> dict:
     return {probe.name: both(probe) for probe in probes}
 
 
-def _run_span(config, params, batch, options, stack, *, probes, extra, dropout, memory=None):
+def _begin(config, params, batch, options, dropout):
+    """The residual stream before the first layer, with dropout, [B, T, D]."""
+    positions = row_positions(batch) if config.position_rows else None
+    x = embed(config, params, batch["tokens"], options, positions, batch.get("token_types"))
+    if config.position_rows and dropout is not None and dropout[1] is not None:
+        x = drop_out(x, jax.random.fold_in(dropout[0], _EMBEDDING_KEY), dropout[1])
+    return x
+
+
+def _run_span(config, params, x, batch, options, stack, *, probes, extra, dropout, memory=None):
     """(residual stream after the layers of one stack, results of the probes)."""
     tokens, span = batch["tokens"], config.stacks[stack]
     extra = _of_stack(extra, stack, span) if len(config.stacks) > 1 else extra
-    positions = row_positions(batch) if config.position_rows else None
-    x = embed(config, params, tokens, options, positions, batch.get("token_types"))
-    if config.position_rows and dropout is not None and dropout[1] is not None:
-        x = drop_out(x, jax.random.fold_in(dropout[0], _EMBEDDING_KEY), dropout[1])
     if "subtree_ends" in batch:
         require_decoder(config, "a tree of tokens")
     options = with_kernel(options, config, tokens.shape[1], is_in_order(batch))
