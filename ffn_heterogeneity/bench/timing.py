@@ -43,14 +43,17 @@ def take_turns(
         another machine it starts again).
     """
 
-    def warm_up(name: str) -> None:
-        print(f"warm-up: {name} {_seconds(programs[name]):.4g} s", file=sys.stderr)
-
-    warm = functools.cache(lambda: [warm_up(name) for name in programs])
+    @functools.cache
+    def warm_up() -> None:
+        for name, program in programs.items():
+            print(f"warm-up: {name} {_seconds(program):.4g} s", file=sys.stderr)
 
     def turn(label: str) -> dict[str, float]:
-        warm()
-        seconds = {name: _second_run(program) for name, program in programs.items()}
+        warm_up()
+        seconds = {}
+        for name, program in programs.items():
+            _seconds(program)
+            seconds[name] = _seconds(program)
         print(f"{label}:", ", ".join(f"{n} {s:.4g} s" for n, s in seconds.items()), file=sys.stderr)
         return seconds
 
@@ -64,11 +67,6 @@ def _seconds(program: Callable[[], Any]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(program())
     return time.perf_counter() - start
-
-
-def _second_run(program: Callable[[], Any]) -> float:
-    _seconds(program)
-    return _seconds(program)
 
 
 def compiled(function: Any, held: list, *arguments: Any) -> tuple:
