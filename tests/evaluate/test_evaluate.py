@@ -260,6 +260,8 @@ def test_labels_in_every_form_of_a_file(tmp_path, capsys):
     assert len({one["accuracy"] for one in results}) == 1 and results[0]["accuracy"] > 0.6
     some = measured("b.jsonl", [None, "", -1, *names[3:]])
     assert (some["n"], some["rows_without_answer"]) == (18, 3)
+    assert results[0]["accuracy"] == pytest.approx(np.mean(results[0]["accuracy_rows"]))
+    assert some["accuracy_rows"] == results[0]["accuracy_rows"][3:]
     assert "3 of 21 rows have no single answer in 'label'" in capsys.readouterr().err
     none = measured("b.jsonl", [-1] * 21)
     assert "accuracy" not in none and none["rows_without_answer"] == 21
