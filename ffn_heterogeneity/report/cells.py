@@ -143,7 +143,7 @@ def pivot(rows: Frame, labels: Mapping[str, Any], column: Any = None) -> Frame:
     Args:
       labels: level of the index -> a value for each row; settings as in `one_setting`.
     """
-    rows = rows.assign(**labels, column=rows["column"] if column is None else column)
+    rows = rows.copy().assign(**labels, column=rows["column"] if column is None else column)
     rows = rows.fillna(dict.fromkeys([*labels, "column"], "-"))  # a pivot leaves missing ones out
     one_setting(rows, [*labels, "column"])
     return rows.pivot_table("cell", list(labels), "column", aggfunc=spread, sort=False)
