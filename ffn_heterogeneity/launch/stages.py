@@ -4,13 +4,17 @@ A stage does the same as a script with the same config. Stages exchange models t
 so an interrupted run resumes from the same bytes that an uninterrupted run reads.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
+import resource
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -85,15 +89,29 @@ def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) 
             say(f"stage {stage.name}: completed before, skipped")
         else:
             say(f"stage {stage.name} ({stage.kind})")
-            start = time.perf_counter()
+            start, _ = time.perf_counter(), _peak_memory()
             _run_stage(stage, model, folder, dict(zip(names, folders, strict=True)))
             marker = {"kind": stage.kind, "name": stage.name, "digest": digest}
-            marker["seconds"] = time.perf_counter() - start
+            marker["seconds"], marker["memory_bytes"] = time.perf_counter() - start, _peak_memory()
+            used = f"{marker['seconds']:,.0f} s, {marker['memory_bytes'] / 2**30:.2f} GiB"
+            say(f"stage {stage.name}: {used} of this host's memory at most")
             on_main(lambda: write_json(folder / MARKER, marker))  # noqa: B023 (called at once)
         results[stage.name] = read_json(folder / "results.json")
         if stage.command.makes_model:
             model = os.fspath(folder / "model")
     return results
+
+
+def _peak_memory() -> int:
+    """Most bytes of the host's memory that this process held since the last call.
+
+    Outside Linux, where a process cannot reset its peak: since it began.
+    """
+    units = 1 if sys.platform == "darwin" else 1024
+    peak = units * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak
 
 
 def _paths_in_stages(config: ConfigDict) -> dict[str, tuple[str, str]]:

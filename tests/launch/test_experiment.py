@@ -20,7 +20,7 @@ from ffn_heterogeneity.data.tasks import tasks
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.workdir import WorkdirError
-from ffn_heterogeneity.launch import experiment
+from ffn_heterogeneity.launch import experiment, stages
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.tree import flatten
 
@@ -33,6 +33,15 @@ def staged(files, **changes):
     small = small_run(files[1], "recover__", **settings)
     small |= {"score__text": str(files[1]), "score__window": 16, "score__max_windows": 3}
     return config_of("prune_recover", f"{files[0]},text", **(small | changes))
+
+
+def test_a_stages_memory_is_its_own():
+    stages._peak_memory()
+    held = np.ones(200_000_000 // 8)
+    large = stages._peak_memory()
+    del held
+    stages._peak_memory()
+    assert large - stages._peak_memory() > 190_000_000
 
 
 def without_times(value):
@@ -80,8 +89,6 @@ def test_a_run_that_died_between_stages_ends_with_the_same_numbers(
     files, finished, tmp_path, monkeypatch, after
 ):
     """The run dies when a stage has written everything except its mark."""
-    from ffn_heterogeneity.launch import stages
-
     real, workdir = stages.write_json, tmp_path / "run"
 
     def dies(path, value):
