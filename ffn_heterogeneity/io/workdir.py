@@ -34,6 +34,9 @@ WHERE_NOT_WHAT = (
     "models",
     "calibrations",
 )
+# Keys that identify an unfinished job of stages. Of the others each completed stage has a digest,
+# and a training that has begun its own config: a stage that failed may begin with other settings.
+JOBS = ("seeds",)
 # Outputs that only a run writes: a directory with one of them but no config is left alone.
 OUTPUTS = (
     "checkpoints",
@@ -160,23 +163,28 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
     new = what_is_computed(config)
     resumed = (path / "config.json").exists()
     if resumed:
-        old = what_is_computed(_own(path / "config.json"))
+        before = _own(path / "config.json")
+        old = what_is_computed(before)
         differing = [k for k in {**old, **new} if old.get(k, _ABSENT) != new.get(k, _ABSENT)]
-        if differing:
+        mended = "stages" in config and not (path / "results.json").exists()
+        refused = [k for k in differing if not mended or k in JOBS]
+        if refused:
             shown = "; ".join(
                 f"{k}: {old.get(k, _ABSENT)!r} there, {new.get(k, _ABSENT)!r} here"
-                for k in differing[:8]
+                for k in refused[:8]
             )
-            more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
+            more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
             raise WorkdirError(
                 f"work directory {path} holds another run ({shown}{more}). "
                 "Use another --workdir, remove that directory, or repeat its config"
             )
-        if changed := _changed_inputs(path, config):
+        if changed := _changed_inputs(path, before, config):
             raise WorkdirError(
                 f"work directory {path} holds a run of other inputs: {', '.join(changed)} changed "
                 "since it began. Use another --workdir, remove it, or put the old files back"
             )
+        if differing:
+            _record_config(path, config)
     else:
         foreign = [name for name in OUTPUTS if (path / name).exists()]
         if foreign:
@@ -185,8 +193,7 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
                 "another run's: use another --workdir"
             )
         path.mkdir(parents=True, exist_ok=True)
-        write_json(path / "inputs.json", inputs_of(config))
-        write_json(path / "config.json", config)
+        _record_config(path, config)
     _record_start(path)
     return resumed
 
@@ -295,12 +302,19 @@ def _series(directory: str) -> bool:
     return any(entry.name.isdigit() and entry.is_dir() for entry in os.scandir(directory))
 
 
-def _changed_inputs(path: epath.Path, config: Mapping[str, Any]) -> list[str]:
+def _record_config(path: epath.Path, config: Mapping[str, Any]) -> None:
+    write_json(path / "inputs.json", inputs_of(config))
+    write_json(path / "config.json", config)
+
+
+def _changed_inputs(path: epath.Path, before: Mapping, config: Mapping) -> list[str]:
     """List "key=path" of the inputs that have changed since the run in `path` began."""
     if not (path / "inputs.json").exists():
         return []
     old, new, flat = _own(path / "inputs.json"), inputs_of(config), flatten_config(config)
-    return [f"{key}={flat[key]}" for key in new if old.get(key, new[key]) != new[key]]
+    there = flatten_config(before)
+    kept = [key for key in new if flat[key] == there.get(key)]
+    return [f"{key}={flat[key]}" for key in kept if old.get(key, new[key]) != new[key]]
 
 
 def _record_start(path: epath.Path) -> None:

@@ -124,6 +124,20 @@ def test_inputs_that_changed_are_refused(tmp_path, key):
     prepare_workdir(tmp_path / "run", config)
 
 
+def test_an_unfinished_job_of_stages_may_change_what_its_stages_guard(tmp_path):
+    (tmp_path / "a").write_text("one")
+    config = {"stages": ["first"], "first": {"text": str(tmp_path / "a")}, "seeds": []}
+    prepare_workdir(tmp_path / "run", config)
+    (tmp_path / "a").write_text("two")
+    refused("changed since", prepare_workdir, tmp_path / "run", config, error=WorkdirError)
+    (tmp_path / "b").write_text("three")
+    other = config | {"first": {"text": str(tmp_path / "b")}}
+    assert prepare_workdir(tmp_path / "run", other) is True
+    (tmp_path / "b").write_text("four")
+    refused("changed since", prepare_workdir, tmp_path / "run", other, error=WorkdirError)
+    refused("seeds", prepare_workdir, tmp_path / "run", config | {"seeds": [0]}, error=WorkdirError)
+
+
 def test_a_series_of_checkpoints_may_grow(tmp_path):
     config = {"model": str(tmp_path / "checkpoints")}
     (tmp_path / "checkpoints" / "10").mkdir(parents=True)

@@ -18,8 +18,9 @@ from tiny_runs import flags_of, refused, small_run
 
 from ffn_heterogeneity.data.tasks import tasks
 from ffn_heterogeneity.evaluate import run as evaluation
+from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.load import load_model
-from ffn_heterogeneity.io.workdir import WorkdirError
+from ffn_heterogeneity.io.workdir import WorkdirError, working_in
 from ffn_heterogeneity.launch import experiment, stages
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.tree import flatten
@@ -188,12 +189,30 @@ def test_a_setting_that_the_base_has_not(files, tmp_path, group, key, message):
     refused(message, experiment.run, config, tmp_path / "run")
 
 
-def test_a_failed_stage_leaves_its_folder_to_the_mended_command(files, tmp_path):
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        ("prune", {"prune__criterion": "mean_state", "prune__calibration": "{}"}),
+        ("recover", {"recover__data__path": "{}"}),
+    ],
+)
+def test_a_failed_stage_leaves_its_folder_to_the_mended_command(files, tmp_path, stage, changes):
+    """As the scripts claim the folder, whose config is then the mended one."""
     (tmp_path / "empty.txt").touch()
-    config = staged(files, recover__data__path=str(tmp_path / "empty.txt"))
-    refused("empty.txt: the file is empty", experiment.run, config, tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["00_prune"]
-    assert experiment.run(staged(files), tmp_path / "run")["stages"]["score"]["perplexity"] > 1
+
+    def claimed(**changes):
+        config = staged(files, **changes)
+        with working_in(tmp_path / "run", config.to_dict()):
+            return experiment.run(config, tmp_path / "run"), plain(config.to_dict())
+
+    broken = {key: value.format(tmp_path / "empty.txt") for key, value in changes.items()}
+    refused("empty", claimed, **broken)
+    done = [path.parent.name for path in (tmp_path / "run").glob("*/done.json")]
+    assert done == ["00_prune"] * (stage == "recover")
+    results, config = claimed()
+    assert results["stages"]["score"]["perplexity"] > 1
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == config
+    refused("holds another run .score.window", claimed, score__window=8, error=WorkdirError)
 
 
 def test_seeds_give_a_mean_and_an_interval(files, tmp_path, capsys):
