@@ -42,6 +42,8 @@ def get_config(argument: str = "switch_base_16,sst2,fusion") -> ConfigDict:
         )
     if tuned and method in (mlp_fusion.WHOLE, LORA):
         raise ValueError(f"config argument {argument!r}: {method} compresses nothing to tune")
+    if tuned and method == "resmoe":  # whose layers stay stacked with those that keep their experts
+        raise ValueError(f"config argument {argument!r}: all experts would be tuned: leave it out")
     config = mlp_fusion.get_config(f"{model},{task},{mlp_fusion.WHOLE}")
     config.stages = ()
     config.lengths = (100,)

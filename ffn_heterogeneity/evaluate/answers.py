@@ -185,7 +185,7 @@ def _answered(
     else:
         each = (encoder.ids(Example(q.prompt, "")) for q in asked)
         prompts = [ids[:before] for ids, before in each]
-    room = generator.config.max_position - settings.max_new_tokens
+    room = generator.room(settings.max_new_tokens)
     eos = () if encoder.eos_id is None else (encoder.eos_id,)
     sampling = Sampling(settings.max_new_tokens, stop=("\n",), eos=eos)
     order = sorted(range(len(asked)), key=lambda i: -len(prompts[i]))

@@ -49,8 +49,11 @@ def jreg_term(
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         seen = outputs["probes"][probe.name][positions]
         weights = jnp.asarray(layer_weights(len(seen["sum"]), alpha), seen["sum"].dtype)
-        psi_sums = jax.lax.stop_gradient(seen["sum"])
-        return TermValue(jnp.sum(weights * seen["sum"]), seen["count"][0], {"psi": psi_sums})
+        # Layers of two stacks have different numbers of tokens; all are divided by one.
+        count = seen["count"][0]
+        psi_sums = seen["sum"] * (count / jnp.maximum(seen["count"], 1))
+        metrics = {"psi": jax.lax.stop_gradient(psi_sums)}
+        return TermValue(jnp.sum(weights * psi_sums), count, metrics)
 
     def derived(metrics: dict) -> dict:
         return metrics | displacement.jump_rates(metrics["psi"])

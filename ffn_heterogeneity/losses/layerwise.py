@@ -57,12 +57,10 @@ def layerwise_term(
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         seen = outputs["probes"]["layerwise"]
-        layers = len(seen["sum"])
-        return TermValue(
-            jnp.sum(seen["sum"]),
-            jnp.sum(seen["count"]),
-            {"layers": layers * jax.lax.stop_gradient(seen["sum"])},
-        )
+        # The mean over layers of their means: two stacks have different numbers of tokens.
+        count = jnp.mean(seen["count"])
+        sums = seen["sum"] * (count / jnp.maximum(seen["count"], 1))
+        return TermValue(jnp.mean(sums), count, {"layers": jax.lax.stop_gradient(sums)})
 
     def per_layer(params: dict, batch: dict, forward: Any) -> dict:
         config, teacher = teacher_of(context.model, params)
@@ -134,8 +132,10 @@ def teacher_of(config: ModelConfig | None, params: dict) -> tuple[ModelConfig, d
         if taught is not None:
             teacher_params = replaced(teacher_params, f"{slot.path}/ffn", taught)
             changes: dict[str, Any] = {"ffn_width": taught["down"]["kernel"].shape[-2]}
-            if "router" in taught:
-                changes |= {"experts": taught["down"]["kernel"].shape[-3], "routes": None}
+            sparse = "router" in taught
+            changes |= {"experts": taught["down"]["kernel"].shape[-3] if sparse else None}
+            constants = taught["constant"].shape[-2] if "constant" in taught else 0
+            changes |= {"routes": None, "constants": constants}
             for i in slot.layers:
                 layers[i] = dataclasses.replace(layers[i], **changes)
     return dataclasses.replace(config, layers=tuple(layers)), teacher_params

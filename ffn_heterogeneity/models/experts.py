@@ -109,7 +109,8 @@ def route(
 
 
 def _wide_dot(x: jax.Array, w: jax.Array) -> jax.Array:
-    return x @ w.astype(x.dtype)
+    """x w in float32 on every device: rounded factors send tokens to other experts."""
+    return jnp.matmul(x, w.astype(x.dtype), precision=jax.lax.Precision.HIGHEST)
 
 
 class Experts(nn.Module):

@@ -1,8 +1,8 @@
 """Text generation: batches of unequal prompts, greedy or sampled, one program per size.
 
-A batch is padded on the left to a bucket of lengths. Its prompts run once through the model
-(prefill); then tokens are generated one by one with a cache of keys and values
-(models/decoding.py), CHUNK tokens per call. Between calls the host looks for stop strings.
+A batch is padded on the left to a bucket of lengths (an encoder's on the right). Its prompts run
+once through the model (prefill); then tokens are generated one by one with a cache of keys and
+values (models/decoding.py), CHUNK tokens per call. Between calls the host looks for stop strings.
 Temperature, top-p and the number of tokens are arrays, so a program is compiled once per (rows,
 prompt bucket, new-token bucket).
 """
@@ -131,6 +131,11 @@ class Generator:
                 advance(len(batch))
         return [answers[i] for i in range(len(rows))]
 
+    def room(self, new: int) -> int:
+        """Most tokens of a prompt after which the model's positions hold `new` more."""
+        relative = self.config.positions == "relative"
+        return (sys.maxsize if relative else self.config.max_position) - new
+
     def _checked(self, i: int, prompt: Sequence[int], sampling: Sampling, truncate: bool):
         if sampling.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model has none")
@@ -138,8 +143,7 @@ class Generator:
             raise ValueError(f"prompt {i} is empty: give at least a bos token")
         ids = np.asarray(prompt)
         check_vocabulary(ids, self.config.vocab_size, f"prompt {i}: ")
-        limit = sys.maxsize if self.config.positions == "relative" else self.config.max_position
-        room = limit - sampling.max_new_tokens
+        room = self.room(sampling.max_new_tokens)
         if len(ids) <= room:
             return ids
         if not truncate or room < 2:
@@ -165,7 +169,9 @@ class Generator:
         pads = np.full(self.batch_size, width - 1, np.int32)
         for place, i in enumerate(batch):
             pads[place] = width - len(rows[i])
-            tokens[place, pads[place] :] = rows[i]
+            # Padding before a prompt would fill the places of a Switch's experts.
+            start = 0 if self.config.kind == "encoder_decoder" else pads[place]
+            tokens[place, start : start + len(rows[i])] = rows[i]
         ids = np.zeros(self.batch_size, np.uint32)
         ids[: len(batch)] = batch
         hyper = {
@@ -234,7 +240,8 @@ def _prefill(config, options, length, params, tokens_bt, pads_b, hyper) -> dict:
     """Return the state after the prompt: cache, first new token [B, 1] and its column."""
     memory = None
     if config.kind == "encoder_decoder":
-        real = jnp.arange(tokens_bt.shape[1]) >= pads_b[:, None]
+        width = tokens_bt.shape[1]
+        real = jnp.arange(width) < width - pads_b[:, None]
         batch = {"tokens": tokens_bt, "segment_ids": real.astype(jnp.int32)}
         memory = causal_lm.encode(config, params, batch, options), real
         tokens_bt = jnp.full((len(tokens_bt), 1), config.bos_id, jnp.int32)

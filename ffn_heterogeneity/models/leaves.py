@@ -85,7 +85,7 @@ def _router(layer: LayerConfig) -> Declared:
     yield from _linear("ffn/router", columns, "route", bias=False)
     if layer.constants:
         yield "ffn/constant", weights("constant", "d_model", cut=False)
-    merged = layer.columns - layer.constants + layer.shared != layer.experts
+    merged = layer.routes is not None
     yield "ffn/expert_of", data("route", numbers="expert", dtype=np.int32, optional=not merged)
 
 

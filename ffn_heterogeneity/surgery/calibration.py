@@ -122,7 +122,8 @@ def read_rows(model: Model, path: str, tokens: int | None = None) -> list[np.nda
             message = f'{path}, line {number}: no row {{"tokens": [bos, ...]}} ({error})'
             raise ValueError(message) from None
         other = row.min() < 0 or row.max() >= config.vocab_size
-        if other or (config.bos_id is not None and row[0] != config.bos_id):
+        begins = config.bos_id if config.kind == "decoder" else None
+        if other or (begins is not None and row[0] != begins):
             raise ValueError(
                 f"{path}, line {number}: rows of another model: ids {row.min()} to {row.max()}, "
                 f"bos {row[0]}, of a vocabulary of {config.vocab_size} with bos {config.bos_id}"

@@ -75,7 +75,8 @@ def _distances(a: jax.Array, b: jax.Array) -> jax.Array:
 def _base(within: jax.Array, between: jax.Array, among: jax.Array) -> jax.Array:
     m, c = between.shape
     pairs = (m + c) * (m + c - 1)
-    return (within + 2 * between.sum() + among.sum()) / pairs / 4
+    base = (within + 2 * between.sum() + among.sum()) / pairs / 4
+    return jnp.where(base > 0, base, 1.0)  # 0: all points are equal
 
 
 def _kernel(distances: jax.Array, base: jax.Array) -> jax.Array:

@@ -13,6 +13,10 @@ from ffn_heterogeneity.models.stack import slots, stack_leaves, unstack
 from ffn_heterogeneity.tree import TEACHER, flatten, is_abstract, unflatten
 from ffn_heterogeneity.wording import settings_of
 
+SHARED = ("layers/", "embed/", "relative/", "encoder_norm/")  # of both: all but heads
+# Fields of a layer with experts in which teacher and student must agree.
+ROUTING = ("top_k", "gates", "shared", "router", "capacity", "overflow")
+
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
@@ -31,8 +35,8 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
       (the model, {"layers" with a teacher, from 0}).
 
     Raises:
-      ValueError: the models differ in depth or outside their FFNs, all FFNs are equal, or only the
-        teacher's are experts.
+      ValueError: the models differ in depth, outside their FFNs, or in how tokens are sent to
+        experts; all FFNs are equal; or only the teacher's are experts.
     """
     asked = settings_of(Teacher, settings)
     if not asked.model:
@@ -60,6 +64,14 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
             f"teacher.model={asked.model}: layer {dense[0]} (from 0) has experts, and this model's "
             "is dense: train without it and without the loss layerwise"
         )
+    for i in sparse:
+        routed = (config.layers[i], model.config.layers[i])
+        if unlike := [name for name in ROUTING if len({getattr(x, name) for x in routed}) > 1]:
+            values = ", ".join(f"{name}={getattr(routed[0], name)}" for name in unlike)
+            raise ValueError(
+                f"teacher.model={asked.model}: layer {i} (from 0) has {values}, and this model has "
+                "not: a teacher's tokens are sent to experts as the student's"
+            )
     leaves = {}
     for slot in slots(model.params):
         if set(slot.layers) & set(other):
@@ -82,7 +94,7 @@ def _unlike(uncompressed: dict, model: dict) -> str | None:
     """Name the first leaf outside FFNs and heads that differs; None if all are equal."""
     leaves = flatten(model)
     for path, leaf in flatten(uncompressed).items():
-        ours = path.startswith(("layers/", "embed/")) and "/ffn/" not in path
+        ours = path.startswith(SHARED) and "/ffn/" not in path
         if ours and not np.array_equal(leaf, leaves.get(path)):
             return path
     return None

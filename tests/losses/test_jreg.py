@@ -108,6 +108,17 @@ def test_weights_are_a_softmax_of_depth():
     refused("positions='some'", jreg_term, CONTEXT, positions="some")
 
 
+def test_layers_of_two_stacks_count_their_own_tokens():
+    psi, counts = np.array([0.1, 0.2, 0.3, 0.4]), np.array([100.0, 100, 10, 10])
+    seen = {"all": {"sum": jnp.asarray(psi * counts), "count": jnp.asarray(counts)}}
+    for alpha in (0.0, 1.0):
+        term = jreg_term(TermContext("jreg"), alpha=alpha)
+        total, count, metrics = term({}, {"probes": {"displacement": seen}}, {})
+        weights = np.exp(alpha * np.arange(4))
+        assert total / count == pytest.approx(weights @ psi / weights.sum(), rel=1e-6)
+        np.testing.assert_allclose(metrics["psi"] / count, psi, rtol=1e-6)
+
+
 def test_jump_rates_of_known_curves():
     falling = jump_rates(np.array([0.3, 0.2, 0.1, 0.1]))
     assert {k: float(x) for k, x in falling.items()} == {f"zeta_L{x}": 0 for x in ("", "-1", "-2")}

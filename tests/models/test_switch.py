@@ -22,6 +22,7 @@ from ffn_heterogeneity.models.families.switch import sparse_layers
 from ffn_heterogeneity.models.families.t5_names import names
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.leaves import count_parameters
+from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.tree import flatten
@@ -274,9 +275,31 @@ def test_greedy_tokens_equal_torchs(torch, pair):
     how = {"max_new_tokens": 20, "do_sample": False, "num_beams": 1}
     theirs = model.generate(**given, **how).numpy()[:, 1:].tolist()
     prompts = [row[real > 0] for row, real in zip(ids, mask, strict=True)]
-    generator = Generator(ours.config, ours.params, batch_size=1)
-    for answer, other in zip(generator(prompts, Sampling(20), progress=None), theirs, strict=True):
-        assert list(answer.tokens) == (other[: other.index(1) + 1] if 1 in other else other)
+    wanted = [one[: one.index(1) + 1] if 1 in one else one for one in theirs]
+    for size in (1, 2):
+        generator = Generator(ours.config, ours.params, batch_size=size)
+        answers = generator(prompts, Sampling(20), progress=None)
+        assert [list(answer.tokens) for answer in answers] == wanted
+
+
+def test_padding_of_a_prompt_takes_no_experts_place(pair, monkeypatch):
+    ours, encode, kept = fh.load_model(pair[1]), causal_lm.encode, []
+
+    def watched(config, params, batch, options=RunOptions()):
+        states = encode(config, params, batch, options)
+        kept.append(np.asarray(states)[np.asarray(batch["segment_ids"]) > 0])
+        return states
+
+    monkeypatch.setattr(causal_lm, "encode", watched)
+    ids, mask, _ = rows()
+    prompts = [row[real > 0] for row, real in zip(ids, mask, strict=True)]
+    with jax.disable_jit():
+        generator = Generator(ours.config, ours.params, batch_size=2)
+        generator(prompts, Sampling(1), progress=None)
+        for prompt in prompts:
+            whole = {"tokens": prompt[None], "segment_ids": np.ones((1, len(prompt)), np.int32)}
+            causal_lm.encode(ours.config, ours.params, whole)
+    np.testing.assert_allclose(kept[0], np.concatenate(kept[1:]), atol=1e-5)
 
 
 def test_published_sizes():

@@ -12,6 +12,7 @@ from tiny_models import MeanForward, config_of, save_tiny_reader, starting_from
 from tiny_runs import refused, write_halves
 
 import ffn_heterogeneity as fh
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.launch import experiment
 from ffn_heterogeneity.losses.layerwise import layerwise_term
 from ffn_heterogeneity.losses.terms import TermContext
@@ -95,6 +96,29 @@ def test_the_loss_is_its_formula(files, family, method, name):
     summed = value_of(model, batch, states=name, sum_hidden=True)
     width = dense.config.d_model
     assert float(summed.total) == pytest.approx(width * float(total), rel=1e-5)
+
+
+def test_layers_of_two_stacks_count_their_own_tokens():
+    means, counts = np.array([0.1, 0.2, 0.3, 0.4]), np.array([100.0, 100, 10, 10])
+    seen = {"sum": jnp.asarray(means * counts), "count": jnp.asarray(counts)}
+    term = layerwise_term(TermContext("layerwise"))
+    total, count, metrics = term({}, {"probes": {"layerwise": seen}}, {})
+    assert total / count == pytest.approx(means.mean(), rel=1e-6)
+    np.testing.assert_allclose(metrics["layers"] / count, means, rtol=1e-6)
+
+
+def test_a_dense_teacher_of_experts(files, tmp_path):
+    """Experts are taught by the dense block that they were made of; two of routing must agree."""
+    dense, batch = fh.load_model(files / "llama"), batch_of(fh.load_model(files / "llama").config)
+    made = {k: SURGERIES["partition"](dense, {"experts": 2, "top_k": k})[0] for k in (1, 2)}
+    taught, _ = SURGERIES["teacher"](made[1], {"model": str(files / "llama")})
+    a, b = (states(x.config, x.params, batch, "block_output") for x in (dense, made[1]))
+    total, count, _ = value_of(taught, batch)
+    squares = ((a - b) ** 2)[:, batch["segment_ids"] > 0]
+    assert float(total / count) == pytest.approx(squares.mean(), rel=1e-5) and squares.mean() > 0
+    save_pretrained(made[2].config, made[2].params, tmp_path / "both")
+    other = {"model": str(tmp_path / "both")}
+    refused("layer 0 .* has top_k=2", SURGERIES["teacher"], made[1], other)
 
 
 def test_gradients_of_the_tasks_loss_are_compared(files):

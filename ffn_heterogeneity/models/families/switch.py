@@ -84,8 +84,8 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     sparse = {stack: values[f"num_sparse_{stack}_layers"] for stack in _STACKS}
     for stack, count in sparse.items():
         check_count(f"num_sparse_{stack}_layers", count, 0)
-    tied = values.get("tie_word_embeddings", True)
-    shape = t5.from_hf({"feed_forward_proj": "relu", "tie_word_embeddings": tied, **values})
+    usual = {"feed_forward_proj": "relu", "num_decoder_layers": 12, "tie_word_embeddings": True}
+    shape = t5.from_hf(usual | values)
     if values["num_experts"] * shape.n_layers > common.MAX_EXPERTS:
         raise ConfigError(f"num_experts={values['num_experts']}: at most {common.MAX_EXPERTS:,}")
     return model(
@@ -106,9 +106,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         found = tuple(i for i in range(end - start) if config.layers[start + i].experts is not None)
         choices = (len(found), *range(end - start + 1))
         same = (k for k in choices if sparse_layers(end - start, k) == found)
-        counts[stack] = next(same, None)
-    if None in counts.values():
-        raise ConfigError(f"layers with experts {config.groups['sparse']}: Switch has every n-th")
+        # Without one, config.json holds another model, and the native form is written.
+        counts[stack] = next(same, len(found))
     values = t5.to_hf(config)
     del values["feed_forward_proj"], values["scale_decoder_outputs"]
     return values | {
