@@ -38,6 +38,8 @@ from ffn_heterogeneity.launch.sweep import Sweep, chain, point, product
 from ffn_heterogeneity.models.leaves import expected_shapes
 from ffn_heterogeneity.surgery.blockwise import has_ffn_bias
 from ffn_heterogeneity.surgery.criteria import CRITERIA, ON_TEXT
+from ffn_heterogeneity.surgery.reduce import Removal
+from ffn_heterogeneity.surgery.selection import layer_subset
 
 KIND = "in_memory"
 
@@ -124,12 +126,18 @@ def shrink(config: ConfigDict):
     """Rules on text (`calibrations`; none: what the model writes), and as many parameters in whole
     blocks."""
     model = load_config(config.model, revision=config.revision)
-    sizes = {path: math.prod(shape) for path, shape in expected_shapes(model).items()}
-    block, ffn = (
-        sum(size for path, size in sizes.items() if path.startswith(prefix))
-        for prefix in ("layers/0/", "layers/0/ffn/")
-    )
-    blocks = max(1, round(config.ratio * model.n_layers * ffn / block))
+    asked = Removal(ratio=config.ratio, count=config.count, multiple=config.multiple)
+    leaves = {path: math.prod(shape) for path, shape in expected_shapes(model).items()}
+    chosen, sizes, lost = layer_subset(config.layers, model.n_layers, model.groups), [], 0.0
+    for i, layer in enumerate(model.layers):
+        its, ffn = (
+            sum(size for path, size in leaves.items() if path.startswith(f"layers/{i}/{part}"))
+            for part in ("", "ffn/")
+        )
+        sizes.append(its)
+        if i in chosen:
+            lost += asked.count_of(layer.ffn_width) * ffn / layer.ffn_width
+    blocks = max(1, round(lost * len(sizes) / sum(sizes)))
     flap = {"criterion": "flap_published", "budget": "global"}
     if has_ffn_bias(model):
         flap["compensation"] = "bias"
@@ -158,7 +166,10 @@ def tokens(config: ConfigDict):
 
 
 def _named(texts: Sequence[str]) -> Sweep:
-    return chain(*(point(os.path.basename(text), {"calibration": text}) for text in texts))
+    names = [os.path.basename(text) for text in texts]
+    if len(set(names)) < len(names):  # runs/own-0/own_text.jsonl, runs/own-1/own_text.jsonl
+        names = [os.path.basename(os.path.dirname(text)) for text in texts]
+    return chain(*(point(x, {"calibration": y}) for x, y in zip(names, texts, strict=True)))
 
 
 SWEEPS = {

@@ -72,7 +72,10 @@ _NO_MEASUREMENTS = (
     "token",
     "d_model",
     "least_influential",
+    "ranking",
 )
+# Lists of objects whose "layer" is an index.
+_FROM_0 = ("compensated", "merged", "neurons")
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -157,11 +160,14 @@ def _of_list(values: Sequence[Any], name: str, where: dict[str, Any]) -> Iterato
     """Rows of a list: one number per layer, or objects with their place (or layers in order)."""
     for i, value in enumerate(values, 1):
         if _number(value) is not None:
-            yield _row(name, value, where | {"layer": i})
+            if "layer" not in where:  # in a layer: of its experts, which rows do not name
+                yield _row(name, value, where | {"layer": i})
         elif isinstance(value, Mapping):
-            place = {"layer": i} if name == "layers" else {}
+            place = ({"layer": i} if name == "layers" else {}) | _places(value)
+            if name in _FROM_0 and "layer" in place:
+                place["layer"] += 1
             prefix = "" if name in ("layers", "history", "checkpoints", "neurons") else f"{name}/"
-            yield from _of_object(value, prefix, where | place | _places(value))
+            yield from _of_object(value, prefix, where | place)
 
 
 def _places(values: Mapping[str, Any]) -> dict[str, int]:

@@ -23,10 +23,11 @@ from ffn_heterogeneity.io.hf.card import (
 from ffn_heterogeneity.io.hf.export import EXPORTS, save_pretrained
 from ffn_heterogeneity.io.load import load_config, load_model, model_directory
 from ffn_heterogeneity.io.rows import write_results
+from ffn_heterogeneity.io.workdir import stage_of
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.models.unused import check_leaves
 from ffn_heterogeneity.surgery import SURGERIES, Surgery
-from ffn_heterogeneity.surgery.calibration import write_rows
+from ffn_heterogeneity.surgery.calibration import OWN, write_rows
 from ffn_heterogeneity.surgery.streaming import check_streamed, compress_directory
 from ffn_heterogeneity.wording import check_choice
 
@@ -138,6 +139,9 @@ def check_config(config: ConfigDict) -> tuple[Surgery, Any]:
     name = config.get("surgery", "prune")
     check_choice("surgery", name, tuple(SURGERIES))
     settings = SURGERIES[name].read(config)
+    text = config.get("calibration") or OWN
+    if text != OWN and not stage_of(text) and not epath.Path(text).exists():
+        raise ValueError(f"calibration={text}: no such file")
     if config.get("push"):
         check_repository(config.push)
     if config.get("streaming"):

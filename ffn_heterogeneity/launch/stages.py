@@ -126,6 +126,12 @@ def _run_stage(
     config = stage.config.copy_and_resolve_references()
     config.model = model
     paths = {key: folders[name] / rest for key, (name, rest) in _paths_in_stages(config).items()}
+    texts = flatten_config(config.to_dict())
+    if missing := [key for key, path in paths.items() if not path.exists()]:
+        raise ValueError(
+            f"stage {stage.name!r}: {missing[0]}={texts[missing[0]]}: that stage has not written "
+            "it (own_text.jsonl only if it read self-generated text): give another path"
+        )
     config.update_from_flattened_dict({key: os.fspath(path) for key, path in paths.items()})
     run = functools.partial(stage.command, config, folder, Shared(keep_model=False))
     on_main(lambda: folder.mkdir(parents=True, exist_ok=True))

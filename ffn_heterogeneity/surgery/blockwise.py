@@ -226,10 +226,10 @@ def _fitted(leaves: dict, moments: list[Moments], method: str, layer: int) -> tu
     ffn, tokens = leaves["ffn"], int(moments[0].tokens + moments[1].tokens)
     kernel = np.asarray(effective_kernel(ffn["down"]))
     width = len(kernel)
-    if tokens < width:
+    if method != "bias" and tokens < width:  # a bias is a mean
         raise ValueError(
-            f"{tokens:,} calibration tokens are too few to fit {width:,} kept neurons: give "
-            f"calibration_tokens of at least {width:,}, better four times as many"
+            f"layer {layer}: {tokens:,} calibration tokens are too few to fit {width:,} kept "
+            f"neurons: give calibration_tokens of at least {width:,}, better four times as many"
         )
     fit = METHODS[method](moments[0], moments[1], kernel.astype(np.float64))
     down = {"kernel": (kernel + fit.kernel).astype(kernel.dtype)}

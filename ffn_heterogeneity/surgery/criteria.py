@@ -126,7 +126,9 @@ def optipfair(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> 
     """OptiPFair's hybrid: (p2p(gate) / max + p2p(up) / max + p2p(down) / max) ||h||_2.
 
     The lowest is removed first. p2p is a neuron's largest weight minus its smallest; each max is
-    over the layer's neurons; h is taken over calibration text.
+    over the layer's neurons; h is taken over calibration text without the first token of a row, as
+    one norm [ours: OptiPFair 0.4.2 counts that token, and adds the norms of its batches. On SmolLM2
+    1.8% of the removed neurons are others, 12% in the first layer].
     """
 
     def spread(rows: np.ndarray) -> np.ndarray:

@@ -7,7 +7,9 @@ rows W_i:
   next layer is measured on the model without them.
 - flap_published (arXiv 2312.11983, WIFV and AL-MM): var(h_i) |W_i|^2, less the layer's mean and
   over its standard deviation; the lowest of all layers go. All is measured on the dense model. With
-  `compensation=bias` it is FLAP: what goes is replaced by its mean.
+  `compensation=bias` it is FLAP: what goes is replaced by its mean, here over all tokens but the
+  first of a row, and with the weights of `blockwise` behind a norm [ours: theirs is over all]. (In
+  the authors' running variance the first sample of text counts for nothing; here all count.)
 
 Both remove heads as well in the authors' code; here the FFN alone is reduced [ours]. The rows begin
 with bos, where theirs are pieces of a long text.

@@ -39,12 +39,17 @@ def rescale(model: Model, settings: Mapping[str, Any] | Rescaling, data=None, ke
 
     Raises:
       ValueError: a factor that is no finite number, a rule that matches no leaf, or no regular
-        expression.
+        expression; a norm that adds to its scale (Gemma).
     """
     asked = settings_of(Rescaling, settings)
-    leaves = flatten(model.params)
+    leaves, offset = flatten(model.params), model.config.norm_offset
     factors = match_rules(asked.factors, layer_names(model.params), 1.0)
-
+    norms = [path for path in leaves if path.endswith("norm/scale") and factors[path] != 1]
+    if offset and norms:
+        raise ValueError(
+            f"rescale.factors: {norms[0]}: norms of {model.config.family} multiply by {offset:g} + "
+            "scale, so a factor of the scale is none of the norm"
+        )
     changed = {
         path: leaf * by_layer(factors[path], leaf)
         for path, leaf in leaves.items()

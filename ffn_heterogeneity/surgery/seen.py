@@ -37,11 +37,14 @@ def seen_states(
 
     Args:
       rows: token ids, bos first, of any lengths.
-      token: used instead of bos.
+      token: used instead of bos; None: the rows' own first token if the model has no bos.
 
     Raises:
       ValueError: as `massive_weights`; non-finite states; an expert to which no token is sent.
     """
+    if token is None and config.bos_id is None and rows is not None:
+        first = {int(row[0]) for row in rows}
+        token = first.pop() if len(first) == 1 else None  # [CLS]
     massive, layers = massive_weights(config, params, token=token), []
     for i, layer in enumerate(config.layers):
         here = i == massive.layer

@@ -160,6 +160,19 @@ def test_rounds_of_a_benchmark_are_its_median(path):
     assert not [what for what in by_name if not listed(what)]
 
 
+def test_layers_count_from_1_and_lists_of_experts_are_no_layers():
+    reports = [{"layer": 0, "residual": 0.5}, {"layer": 2, "residual": 0.25}]
+    merged = [{"layer": 1, "usage": [3, 4], "similarity": 0.5}]
+    rows = rows_of({"compensated": reports, "merged": merged, "ffn_widths_after": [8, 9]})
+    assert [(row["what"], row["layer"], row["value"]) for row in rows] == [
+        ("compensated/residual", 1, 0.5),
+        ("compensated/residual", 3, 0.25),
+        ("merged/similarity", 2, 0.5),
+        ("ffn_widths_after", 1, 8),
+        ("ffn_widths_after", 2, 9),
+    ]
+
+
 def test_curves_are_those_of_metrics(runs):
     curves = fh.curves(runs / "train", what=["train/loss", "validation/nll"])
     assert set(curves.what) == {"loss", "nll"} and set(curves.seed) == {0, 1}

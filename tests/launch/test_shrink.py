@@ -15,6 +15,7 @@ from tiny_runs import flags_of, refused
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import experiment
 from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.surgery.calibration import write_rows
 from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -72,6 +73,16 @@ def test_blocks_go_instead_and_all_weights_train(files, tmp_path):
 def test_nothing_trains(files, tmp_path):
     assert list(shrunk(files, tmp_path, ",none", multiple=8)) == ["shrink"]
     assert {x % 8 for x in load_model(str(tmp_path / "00_shrink/model")).config.ffn_widths} == {0}
+
+
+def test_a_rule_without_text_leaves_none_to_train_on(files, tmp_path):
+    """Said before the training, which goes on with another path."""
+    plain = {"shrink__criterion": "entropy", "shrink__compensation": "none"}
+    message = "'recover': data.path={shrink}/own_text.jsonl: that stage has not written it"
+    refused(message, shrunk, files, tmp_path / "a", **plain)
+    write_rows(tmp_path / "rows.jsonl", [np.arange(2, 60)] * 20)
+    plain["recover__data__path"] = str(tmp_path / "rows.jsonl")
+    assert shrunk(files, tmp_path / "a", **plain)["recover"]["final"]
 
 
 def test_what_is_wrong_is_said(files, tmp_path):

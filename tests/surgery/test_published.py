@@ -5,11 +5,20 @@ import dataclasses
 import numpy as np
 import pytest
 from test_states import down_of, model_of, rows_of, states_of
-from tiny_models import random_params, tiny_of, torch_logits, torch_model, with_experts
+from tiny_models import (
+    REPOSITORY,
+    config_of,
+    random_params,
+    tiny_of,
+    torch_logits,
+    torch_model,
+    with_experts,
+)
 from tiny_runs import refused
 
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import sweep_run
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery import SURGERIES
@@ -32,6 +41,23 @@ def calibration(tmp_path):
 
 def all_states(config, params, layer):
     return np.concatenate(states_of(config, params, rows_of(LLAMA, 16), layer, places=slice(None)))
+
+
+@pytest.mark.parametrize("changes", [{}, {"layers": "top"}, {"count": 9}, {"multiple": 8}])
+def test_whole_blocks_hold_as_many_parameters_as_the_rules_remove(tmp_path, changes):
+    config = tiny_of("llama", layers=6)
+    config = config.with_widths([24, 48, 24, 48, 24, 48])
+    save_pretrained(config, random_params(config), tmp_path)
+    asked = {"ratio": 0.9} | changes
+    settings = config_of("prune_table", model=str(tmp_path), **asked)
+    spec = str(REPOSITORY / "configs/prune_table.py")
+    _, points = sweep_run.points_of(spec, "shrink", settings)
+    blocks = next(x.settings["blocks"] for x in points if x.name.startswith("depth"))
+    whole = load_model(tmp_path)
+    report = PRUNE(whole, {"criterion": "entropy", **asked})[1]
+    lost = report["parameters_before"] - report["parameters_after"]
+    mean = sum(x.size for x in flatten(unstack(whole.params)["layers"]).values()) / 6
+    assert abs(lost - blocks * mean) <= mean / 2 or blocks == 1 > lost / mean
 
 
 @pytest.mark.parametrize("count", [1, 5, 11])

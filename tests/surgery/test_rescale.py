@@ -1,5 +1,7 @@
 """Leaves times constants: which ones, and that Adam trains them as if the forward pass scaled."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,9 @@ def test_those_leaves_alone_are_multiplied():
         np.testing.assert_array_equal(leaf, expected[path])
         assert leaf.dtype == expected[path].dtype
     refused("rule 'layers/9/' ", rescaled, (("layers/9/", 2.0),), error=RuleError)
+    gemma = dataclasses.replace(LLAMA, norm_offset=1.0)
+    with_offset = Model(gemma, random_params(gemma), None, "tiny")
+    refused("attention_norm/scale: norms", SURGERIES["rescale"], with_offset, {"factors": FACTORS})
     refused("rescale.factors: embed", rescaled, (("embed", np.nan),))
 
 

@@ -1,5 +1,7 @@
 """Criteria that use activations, and protected neurons."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from tiny_models import (
@@ -55,6 +57,14 @@ def test_states_equal_those_of_transformers(torch, params, seen, tmp_path):
         np.testing.assert_allclose(seen[layer]["bos"], np.abs(bos[0, 0]), rtol=1e-5, atol=1e-6)
     largest = [np.abs(bos).max() for bos in states[4:6]]
     assert [one["massive"] for one in seen].index(True) == int(np.argmax(largest))
+
+
+def test_without_a_bos_the_rows_first_token_stands_alone(params, seen):
+    nameless = dataclasses.replace(LLAMA, bos_id=None)
+    for one, other in zip(seen_states(nameless, params, ROWS), seen, strict=True):
+        np.testing.assert_array_equal(one["bos"], other["bos"])
+    refused("needs one that stands first", seen_states, nameless, params)
+    refused("needs one that stands first", seen_states, nameless, params, ROWS[:, 1:])
 
 
 def removed(params, seen, criterion, ratio=0.25, **more):

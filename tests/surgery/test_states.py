@@ -285,6 +285,10 @@ def test_flaps_bias_keeps_the_mean_of_the_output():
     new, old = (next(layer_leaves(one.params, "ffn"))[1]["down"] for one in (fitted, model))
     np.testing.assert_allclose(new["bias"] - old["bias"], added, atol=1e-6)
     np.testing.assert_array_equal(new["kernel"], old["kernel"][survivors])
+    few = [row[:2] for row in rows[:5]]  # a mean needs no more tokens than neurons
+    assert compensated(model, taken(model, survivors), "bias", few)[1]
+    words = f"layer 0: 5 calibration tokens are too few to fit {len(survivors)}"
+    refused(words, compensated, model, taken(model, survivors), "state_ridge", few)
 
 
 def test_what_is_wrong_is_said():
