@@ -14,7 +14,7 @@ Command:   python scripts/benchmark.py nucl | nll | model [--config.peer=transfo
              'configs/jreg_pretrain.py:134m accumulation=1 batch_size=64 remat=dots unroll=1')"
            python scripts/benchmark.py experts --config.batch=4 --config.peer=transformers
            python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
-Hardware:  any; figures in docs/benchmarks.md are from 2 CPU cores.
+Hardware:  any; figures in docs/benchmarks.md name theirs.
 Hours:     nucl, nll, streaming a few minutes; model, all calls with the peer, two hours: what
            was measured is saved, and the same command with the same --workdir resumes.
 """

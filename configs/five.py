@@ -15,7 +15,7 @@ Command:   python scripts/train.py --config=configs/five.py:<model>,<task> \
            load_balance  equal use of the experts (Switch's loss), for a model with experts
            Tasks as in configs/p32_glue.py.
            In a model with experts fuse merges neurons inside each of them, and macdrop drops
-           columns of the massive expert alone. layerwise needs a dense model.
+           columns of the massive expert alone.
 Hardware:  SmolLM2-135M trains on a CPU.
 Hours:     SmolLM2-135M, 60 steps of 32 rows: 230 seconds of a shared H100, half to compile.
 Paper:     none has them together. Each piece's settings are its own config's; the weights of the

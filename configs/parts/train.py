@@ -56,7 +56,7 @@ def get_config() -> ConfigDict:
     config.mesh.fsdp = -1  # parts of the weights along d_model, gathered a layer at a time
     config.mesh.tensor = 1  # parts of the neurons and heads
     config.compute_dtype = "auto"  # float32 | bfloat16; auto: where it is fast, bfloat16
-    # none | dots | attention_output | full; auto: the first of the last three that fits.
+    # none | dots | attention_output | full; auto: the first that fits, on a CPU or TPU not none.
     config.remat = "auto"
     config.unroll = -1  # layers a scan step; 0: all; -1: all on a single GPU, elsewhere one
 

@@ -19,7 +19,7 @@ from ffn_heterogeneity.io.gguf.export import save_gguf
 PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md", "docs/five.md")
 HOWTO = ("prune", "shrink", "classify", "adapt", "pretrain", "evaluate", "reproduce", "add-a-loss")
 PAGES += tuple(f"docs/howto/{name}.md" for name in (*HOWTO, "experts", "slurm", "report"))
-OWN = "docs/howto/your-own.md"  # run from the wheel, tests/launch/test_console.py
+OWN = "docs/howto/your-own.md"  # run from the wheel, tests/launch/test_ffnh.py
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
 # Settings that are appended to all commands that match.
 TRAINS = r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion|five|shrink))|ffnh train|"
@@ -62,7 +62,7 @@ ELSEWHERE = {
     r"^hf |push=": "an account on the hub (tests/io/test_card.py)",
     r"^git ": "the clone that this test replaces",
     r"^make": "this is make's own work",
-    r"^pip install": "an environment of its own (tests/launch/test_console.py builds the wheel)",
+    r"^pip install": "an environment of its own (tests/launch/test_ffnh.py builds the wheel)",
     r"^source |^export |-m venv": "settings of a shell",
     r"^\.\.\. ": "a variation in words",
     r"^scripts/launch/": "printed word for word (test_launch.py)",

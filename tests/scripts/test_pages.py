@@ -274,7 +274,7 @@ def test_readme_lists_every_family_once():
             wanted = {
                 "encoder": "labels",
                 "decoder": "text, labels",
-                "encoder_decoder": "spans of text, answers",
+                "encoder_decoder": "spans of text, answers, labels",
             }
             assert trains == wanted[kind], name
             assert gguf == ("no" if family.from_gguf is no_gguf else "yes"), name
