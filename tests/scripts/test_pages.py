@@ -142,7 +142,7 @@ def looked_at() -> list[float]:
     states = states[states.what.isin(["intermediate", "h_out", "massive_rank"])]
     lesions = fh.results(DOCS / "results/runs/lesions-smollm2-135m-instruct.tar.xz")
     damage = lesions[lesions.what == "damage"]
-    there = damage.layer == 11
+    there = damage.layer == 12
     values = [*states.value, *states.neuron, *lesions[lesions.what == "nll"].value]
     values += [damage[there].value.median(), damage[~there].value.max()]
     values += [*damage[there & damage.neuron.isin([1229, 1487])].value]
