@@ -20,6 +20,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.hf.card import push_directory
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.io.workdir import WorkdirError, release_workdir, stage_of, what_is_computed
@@ -87,6 +88,8 @@ def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) 
     for stage, folder, digest in zip(stages, folders, digests, strict=True):
         if folder.name in completed:
             say(f"stage {stage.name}: completed before, skipped")
+            if stage.config.get("push"):  # perhaps added since
+                on_main(functools.partial(push_directory, folder / "model", stage.config.push))
         else:
             say(f"stage {stage.name} ({stage.kind})")
             start, _ = time.perf_counter(), _peak_memory()

@@ -82,7 +82,13 @@ def test_completed_stages_are_only_read(files, finished, monkeypatch):
 
     for kind, command in COMMANDS.items():
         monkeypatch.setitem(COMMANDS, kind, dataclasses.replace(command, run=never))
-    assert experiment.run(staged(files), finished[0]) == finished[1]
+    pushed, config = [], staged(files)
+    monkeypatch.setattr(stages, "push_directory", lambda *given: pushed.append(given))
+    assert experiment.run(config, finished[0]) == finished[1] and not pushed
+    with config.unlocked():
+        config.prune.push = "me/tiny"
+    assert experiment.run(config, finished[0]) == finished[1]
+    assert pushed == [(finished[0] / "00_prune" / "model", "me/tiny")]
 
 
 @pytest.mark.parametrize("after", ["prune", "recover", "score"])
