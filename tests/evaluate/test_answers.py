@@ -16,6 +16,7 @@ from ffn_heterogeneity.evaluate import answers
 from ffn_heterogeneity.evaluate.run import check_config
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.rows import rows_of
+from ffn_heterogeneity.models import generate
 from ffn_heterogeneity.models.generate import Generation
 from ffn_heterogeneity.wording import settings_from
 
@@ -73,6 +74,7 @@ def evaluate(monkeypatch, root, model, tmp_path):
 
     class Generator:
         config, tokenizer, asked, dies_after = TINY, model.tokenizer, [], 10**6
+        room = generate.Generator.room
 
         def __call__(self, prompts, sampling, *, progress):
             assert len(self.asked) < self.dies_after, "killed"
