@@ -21,9 +21,10 @@ from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.cells import Frame
 
-METHOD = ("stages", "compress.method")
+METHOD = ("stages", "compress.method", "compress.ratio")
 NAMES = {"merge": "M-SMoE", "residuals": "ResMoE", "recover": "whole"}
 FREE = ("compress.", "tune.", "merge.", "residuals.", "stages", "method")
+FREE += ("optimizer.learning_rate", "recover.optimizer.learning_rate")  # chosen for each method
 BEFORE, AFTER = "after compression", "after training"
 LOAD = "validation/load_balance/max_load"
 # What a model's training measures; loads and shares are means over the layers with experts.
@@ -45,18 +46,28 @@ def recoveries(runs: Frame) -> Frame:
     named = [method_of(*its) for its in rows[list(METHOD)].itertuples(index=False)]
     when = (rows.step == 0).map({True: BEFORE, False: AFTER})
     # One model in other forms: nothing else than the method may differ.
-    return rows.assign(method=named, when=when, model="switch", place="here")
+    rows = rows.assign(method=named, when=when, model="switch", place="here")
+    drawn = rows.groupby("method")["run"].transform("nunique") > 1
+    return rows.assign(seed=rows.seed.where(drawn))
 
 
-def method_of(stages: Any, method: Any) -> str:
-    """Name of a method, by the stages of its job."""
-    name = NAMES.get(stages[0], method)
+def method_of(stages: Any, method: Any, ratio: Any) -> str:
+    """Name of a method, by the stages of its job; with its ratio if that is not three quarters."""
+    name, lost = NAMES.get(stages[0], method), float(ratio or 0)
+    name += f", {lost:.0%}" if lost > 0 and lost != 0.75 else ""
     return f"{name}, tuned" if "tune" in stages else name
 
 
 def recovery(recoveries: Frame) -> Frame:
-    made = {f"NLL {x}": recoveries[recoveries.when == x] for x in (BEFORE, AFTER)}
-    return c.table(recoveries, ["method", "place"], made)
+    """The losses, and their differences from the uncompressed model's."""
+    index, made = ["method", "place"], {}
+    for when in (BEFORE, AFTER):
+        rows = recoveries[recoveries.when == when]
+        whole = rows[rows.method == "whole"]
+        made[f"NLL {when}"] = rows
+        apart = c.against(rows, whole, index, ["model"], FREE)
+        made["Δ vs whole" + (", trained" if when == AFTER else "")] = apart
+    return c.table(recoveries, index, made)
 
 
 analyses = mlp_fusion.blocks

@@ -161,6 +161,13 @@ KEPT = {
         "macdrop",
         "claims",
     ),
+    (str(REPOSITORY / "docs/studies/switch.py"), "switch-*", "switch"): (
+        "recovery",
+        "training",
+        "kernels",
+        "predictions",
+        "claims",
+    ),
 }
 
 

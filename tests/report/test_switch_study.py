@@ -17,6 +17,7 @@ RUNS = {
     "svd": ([9.0, 7.0], 0.8, 0.6, (6.0, 4.5)),
     "structured": ([6.0, 8.0], 0.4, 0.9, (7.0, 4.2)),
 }
+WHOLE = (4.5, 3.75)  # NLL of the uncompressed model
 # Method -> (rate, whether routers train), and of each seed the sentences that are right, of six.
 ANSWERS = {
     "whole": (1e-3, False, [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0]),
@@ -57,6 +58,19 @@ def trained(root):
     write_run(root / "switch", config, {"steps": 6}, rows)
 
 
+def recovered(job, losses, compress):
+    """A job of configs/t5_recover.py: the losses after its compression, and after its training."""
+    stages = ["compress", "recover"] if compress else ["recover"]
+    config = {"stages": stages, "recover": {"kind": "train"}, "model": "runs/switch/model"}
+    config |= {"compress": compress} if compress else {}
+    write_run(job, config)
+    last = job / f"{len(stages) - 1:02d}_recover"
+    write_run(last, config | {"objective": "span_corruption", "steps": 100}, {"steps": 100})
+    row = {"what": "nll", "split": "validation"}
+    rows = [row | {"step": 100 * i, "value": nll} for i, nll in enumerate(losses)]
+    write_rows(last / "rows.jsonl", rows)
+
+
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     root = tmp_path_factory.mktemp("switch")
@@ -72,15 +86,9 @@ def drawn(tmp_path_factory):
         results = {"layer": 4, "expert": 2, "kernel_norm": 10.0, "errors": errors}
         write_run(root / f"ntk_{seed}", config, results)
     for name, (*_, losses) in RUNS.items():
-        stages = {"stages": ["compress", "recover"], "compress": {"method": name}}
-        config = stages | {"recover": {"kind": "train"}, "model": "runs/switch/model"}
-        job = root / "recover" / name
-        write_run(job, config)
-        config |= {"objective": "span_corruption", "steps": 100}
-        write_run(job / "01_recover", config, {"steps": 100})
-        row = {"what": "nll", "split": "validation"}
-        rows = [row | {"step": 100 * i, "value": nll} for i, nll in enumerate(losses)]
-        write_rows(job / "01_recover/rows.jsonl", rows)
+        recovered(root / "recover" / name, losses, {"method": name})
+    recovered(root / "recover" / "control", (9.0, 8.0), {"method": "structured", "ratio": 0.99})
+    recovered(root / "recover" / "whole", WHOLE, {})
     study = papers.load(str(REPOSITORY / "docs/studies/switch.py"))
     return {one.key: one for one in draw_all(study, gather(study, [str(root)])[1])}
 
@@ -93,6 +101,15 @@ def test_errors_stand_next_to_the_losses(drawn):
         assert cells["|K - K'|"] == pytest.approx(np.mean(errors))
         assert (cells["cosine of K and K'"], cells["|y - y'|"]) == (cosine, output)
         assert (cells["NLL after compression"], cells["NLL after training"]) == losses
+
+
+def test_losses_are_compared_with_the_uncompressed_models(drawn):
+    found = {key[0]: cells for key, cells in cells_of(drawn["recovery"]).items()}
+    expected = {name: of[3] for name, of in RUNS.items()} | {"structured, 99%": (9.0, 8.0)}
+    assert found.keys() == {*expected, "whole"}
+    for name, losses in expected.items():
+        for column, value, whole in zip(("", ", trained"), losses, WHOLE, strict=True):
+            assert found[name][f"Δ vs whole{column}"] == pytest.approx(value - whole)
 
 
 def test_the_correlation_is_spearmans(drawn):

@@ -40,6 +40,7 @@ SOURCES = {
     "p32": (("p32_mrpc_qwen", "p32_rates", "p32_chosen"), ("p32-*",)),
     "mlp_fusion": (("recover_spread",), ("fusion-*", "ntk-*", "own-recover*", "webnlg-*")),
     "experts": (("experts_*",), ("experts-*",)),
+    "switch": (("switch_*",), ("switch-*",)),
 }
 # Page -> numbers in its sentences that are not measured, and their meaning.
 SETTINGS = {
