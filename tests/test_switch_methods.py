@@ -22,7 +22,7 @@ from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.report.paper import draw_all, gather
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.fuse import METHODS
-from ffn_heterogeneity.tree import flatten
+from ffn_heterogeneity.tree import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SPARSE = "encoder:sparse:all+decoder:sparse:all"
@@ -62,6 +62,13 @@ def test_the_errors_of_one_expert(files, tmp_path):
     for expert in (None, 4):
         config = config_of("analyze", "ntk", **given, expert=expert)
         refused("has experts 0 to 3", evaluation.run, config, tmp_path / "none")
+    model = fh.load_model(files / "m")
+    level = {p: x * 0 if "/router/" in p else x for p, x in flatten(model.params).items()}
+    save_pretrained(model.config, unflatten(level), tmp_path / "one", tokenizer=model.tokenizer)
+    given["model"] = str(tmp_path / "one")  # whose first experts get all tokens
+    config = config_of("analyze", "ntk", **given, expert=2, methods=("fusion",))
+    words = "expert=2: layer 1 .* sends it none of the tokens of these 24 rows"
+    refused(words, evaluation.run, config, tmp_path / "none")
 
 
 def ran(files, method, **changes):

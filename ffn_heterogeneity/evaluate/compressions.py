@@ -100,7 +100,8 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
       the largest cluster, where P is kept apart}}}.
 
     Raises:
-      ValueError: as `fuse` and `token_states`; unreadable rows; an expert that is not there.
+      ValueError: as `fuse` and `token_states`; unreadable rows; an expert that is not there, or
+        that no token is sent to.
     """
     check_place(model.config, settings.layer, settings.expert)
     data = _rows(settings, model)
@@ -114,6 +115,11 @@ def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
         results["expert"] = settings.expert + 1
         real &= dense["gate"][..., 0] > 0
         words &= real
+        if not real.any():
+            raise ValueError(
+                f"expert={settings.expert}: layer {settings.layer} (from 0) sends it none of the "
+                f"tokens of these {len(data)} rows: name another expert, or give other rows"
+            )
     results |= {
         "rows": len(data),
         "tokens": int(real.sum()),

@@ -164,8 +164,6 @@ KEPT = {
     (str(REPOSITORY / "docs/studies/switch.py"), "switch-*", "switch"): (
         "recovery",
         "training",
-        "kernels",
-        "predictions",
         "claims",
     ),
 }

@@ -57,6 +57,13 @@ SETTINGS = {
         "1,536": "neurons of a layer of SmolLM2",
         "200": "training steps of Figure 5",
     },
+    "switch": {
+        "192": "width",
+        "256": "tokens of a row, and held-out rows of the training",
+        "512": "held-out rows",
+        "768": "neurons of an expert",
+        "3,000": "training steps",
+    },
 }
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])|(?<![\w.])\.\d+")
 
