@@ -164,6 +164,8 @@ KEPT = {
     (str(REPOSITORY / "docs/studies/switch.py"), "switch-*", "switch"): (
         "recovery",
         "training",
+        "kernels",
+        "predictions",
         "claims",
     ),
 }
