@@ -34,9 +34,6 @@ WHERE_NOT_WHAT = (
     "models",
     "calibrations",
 )
-# Keys that identify an unfinished job of stages. Of the others each completed stage has a digest,
-# and a training that has begun its own config: a stage that failed may begin with other settings.
-JOBS = ("seeds",)
 # Outputs that only a run writes: a directory with one of them but no config is left alone.
 OUTPUTS = (
     "checkpoints",
@@ -166,14 +163,16 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
         before = _own(path / "config.json")
         old = what_is_computed(before)
         differing = [k for k in {**old, **new} if old.get(k, _ABSENT) != new.get(k, _ABSENT)]
-        mended = "stages" in config and not (path / "results.json").exists()
-        refused = [k for k in differing if not mended or k in JOBS]
-        if refused:
+        # Each completed stage has a digest, and a training that has begun its own config: the rest
+        # of an unfinished job may have other settings.
+        guarded = "stages" in config and not (path / "results.json").exists()
+        rejected = [k for k in differing if not guarded or k == "seeds"]
+        if rejected:
             shown = "; ".join(
                 f"{k}: {old.get(k, _ABSENT)!r} there, {new.get(k, _ABSENT)!r} here"
-                for k in refused[:8]
+                for k in rejected[:8]
             )
-            more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
+            more = f"; and {len(rejected) - 8} more" if len(rejected) > 8 else ""
             raise WorkdirError(
                 f"work directory {path} holds another run ({shown}{more}). "
                 "Use another --workdir, remove that directory, or repeat its config"

@@ -92,10 +92,12 @@ def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) 
                 on_main(functools.partial(push_directory, folder / "model", stage.config.push))
         else:
             say(f"stage {stage.name} ({stage.kind})")
-            start, _ = time.perf_counter(), _peak_memory()
+            start = time.perf_counter()
+            _peak_memory()  # counts from here on
             _run_stage(stage, model, folder, dict(zip(names, folders, strict=True)))
             marker = {"kind": stage.kind, "name": stage.name, "digest": digest}
-            marker["seconds"], marker["memory_bytes"] = time.perf_counter() - start, _peak_memory()
+            marker["seconds"] = time.perf_counter() - start
+            marker["memory_bytes"] = _peak_memory()
             used = f"{marker['seconds']:,.0f} s, {marker['memory_bytes'] / 2**30:.2f} GiB"
             say(f"stage {stage.name}: {used} of this host's memory at most")
             on_main(lambda: write_json(folder / MARKER, marker))  # noqa: B023 (called at once)

@@ -203,7 +203,7 @@ def test_a_setting_that_the_base_has_not(files, tmp_path, group, key, message):
     ],
 )
 def test_a_failed_stage_leaves_its_folder_to_the_mended_command(files, tmp_path, stage, changes):
-    """As the scripts claim the folder, whose config is then the mended one."""
+    """The script claims the folder, whose config is then the corrected one."""
     (tmp_path / "empty.txt").touch()
 
     def claimed(**changes):
