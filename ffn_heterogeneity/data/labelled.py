@@ -77,13 +77,13 @@ class Encoded:
     Attributes:
       ids, types: int32, one array per row; `types` is 1 for the second text of an encoder's row.
       targets: numbers of labels, or numbers; NaN without an answer.
-      cut: number of rows that were too long.
+      cut: whether the row was too long, bool per row.
     """
 
     ids: list[np.ndarray]
     types: list[np.ndarray]
     targets: np.ndarray
-    cut: int
+    cut: np.ndarray
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -118,8 +118,8 @@ def steps_of(data: Mapping[str, Any], epochs: float, batch_size: int) -> int:
     rows = get_task(settings.task, ("text",), ("a", "b")).rows
     if settings.path or not rows:
         rows = len(open_rows(settings.path))
-    if settings.path and not settings.validation_path:
-        rows -= round(rows * settings.validation_fraction)
+    if settings.path and not settings.validation_path and settings.validation_fraction:
+        rows = len(held_out_part(rows, settings.validation_fraction)[0])
     return max(1, math.ceil(epochs * max(1, round(rows * settings.fraction)) / batch_size))
 
 
@@ -164,14 +164,14 @@ def encode_rows(
     texts = list(read_each(source, task.texts))
     targets = list(read_each(source, task.target)) if labelled else [math.nan] * len(texts)
     with naming(source.name, DataError, DataError):
-        ids, types, cut = encode_texts(tokenizer, texts, form)
-    return Encoded(ids, types, np.asarray(targets, np.float64), cut)
+        made = encode_texts(tokenizer, texts, form)
+    return Encoded(*made[:2], np.asarray(targets, np.float64), made[2])
 
 
 def encode_texts(
     tokenizer: Any, texts: Sequence[tuple[str, ...]], form: Form
-) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """Tokenize rows of one or two texts: (ids, token types, number of cut rows).
+) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+    """Tokenize rows of one or two texts: (ids, token types, whether each row was cut).
 
     For an encoder the tokenizer joins them, e.g. [CLS] a [SEP] b [SEP] for BERT. A decoder reads
     [ours] bos (if there is one), a, a newline and b, without eos: its last token is pooled. With
@@ -185,13 +185,13 @@ def encode_texts(
     """
     if form.eos_id is not None:
         return _prompts(tokenizer, texts, form, form.eos_id)
-    rows, kinds, cut, encoder = [], [], 0, form.encoder
+    rows, kinds, cut, encoder = [], [], [], form.encoder
     as_made = encoder or form.as_made
     first = [] if as_made or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for number, one in enumerate(_encodings(tokenizer, texts, as_made)):
         ids, types, parts = one
         keep = kept_places(parts, form.most - len(first))
-        cut += not keep.all()
+        cut.append(not keep.all())
         ids, types = np.concatenate([first, ids[keep]]).astype(np.int32), types[keep]
         if form.as_made and not encoder:  # transformers pools the last token before padding
             real = np.flatnonzero(ids != form.padding_id)
@@ -201,12 +201,12 @@ def encode_texts(
             raise DataError(f"row {number + 1} {what}: {texts[number]!r:.80}")
         rows.append(ids)
         kinds.append(np.concatenate([np.zeros(len(first)), types]).astype(np.int32))
-    return rows, kinds, cut
+    return rows, kinds, np.asarray(cut, bool)
 
 
 def _prompts(
     tokenizer: Any, texts: Sequence[tuple[str, ...]], form: Form, eos_id: int
-) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
     needs = form.prompt.count("{}")
     for text in texts:
         if needs not in (0, len(text)):
@@ -217,7 +217,7 @@ def _prompts(
         if eos_id in ids:
             raise DataError(f"{text!r:.80} holds the eos {eos_id}: it ends a row, so remove it")
     rows = [np.array([*ids[: form.most - 1], eos_id], np.int32) for ids in made]
-    cut = sum(len(ids) >= form.most for ids in made)
+    cut = np.asarray([len(ids) >= form.most for ids in made])
     return rows, [np.zeros_like(row) for row in rows], cut
 
 
@@ -362,16 +362,19 @@ def part_of(count: int, fraction: float, seed: int) -> np.ndarray:
 
 
 def held_out_part(count: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """(training rows, held-out rows), independent of the seed."""
+    """(training rows, held-out rows), independent of the seed; at least one of each."""
+    if count < 2:
+        raise DataError(f"validation_fraction={fraction}: {count} row cannot be split: add rows")
     order = np.random.default_rng(_HELD_OUT).permutation(count)
-    many = round(count * fraction)
+    many = min(max(1, round(count * fraction)), count - 1)
     return np.sort(order[many:]), np.sort(order[:many])
 
 
 def chosen_rows(data: Encoded, rows: Sequence[int]) -> Encoded:
     """Select rows by their numbers."""
     ids, types = ([kind[row] for row in rows] for kind in (data.ids, data.types))
-    return dataclasses.replace(data, ids=ids, types=types, targets=data.targets[np.asarray(rows)])
+    targets, cut = (values[np.asarray(rows)] for values in (data.targets, data.cut))
+    return Encoded(ids, types, targets, cut)
 
 
 def named_paths(text: str, name: str = "validation") -> dict[str, str]:

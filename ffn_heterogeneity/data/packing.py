@@ -131,8 +131,11 @@ class Encoder:
 
         They are separate texts, so whitespace at their border is left out. The response has no bos.
         """
-        begin = [] if self.bos_id is None else [self.bos_id]
-        end = [] if self.eos_id is None else [self.eos_id]
+        if self.eos_id is None:
+            raise DataError(
+                "an encoder-decoder's texts end with an eos: set eos=True, for a tokenizer with one"
+            )
+        begin, end = [] if self.bos_id is None else [self.bos_id], [self.eos_id]
         texts = example.prompt.rstrip(), example.target.strip() + self.append
         prompt, response = (encode(self.tokenizer, text) for text in texts)
         return [*begin, *prompt, *end], [*response, *end]

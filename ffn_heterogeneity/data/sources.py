@@ -290,7 +290,7 @@ def kind_of(name: str) -> str:
     Raises:
       DataError: a file of another kind, or neither a file nor a hub name.
     """
-    path = epath.Path(name)
+    path = epath.Path(name).expanduser()
     suffix = path.suffix.lower()
     if is_saved(name):
         return "hub"

@@ -70,7 +70,12 @@ def classify_file(settings: ClassifySettings, model: Model, workdir: epath.Path)
     table = table_of(source, columns)
     with atomic_path(workdir / TABLE) as temporary:
         temporary.write_bytes(table.encode("utf-8", "replace"))
-    results = {"input": settings.input, "rows": len(data), "rows_cut": data.cut, "task": task.name}
+    results = {
+        "input": settings.input,
+        "rows": len(data),
+        "rows_cut": int(data.cut.sum()),
+        "task": task.name,
+    }
     if not task.regression:
         said = columns["prediction"]
         said = sum(said, []) if isinstance(said[0], list) else said

@@ -323,7 +323,7 @@ def _local(spec: str, weights: bool) -> Path:
     target = held / source.name
     if not source.is_dir():
         source.copy(epath.Path(target))
-    elif weights:
+    elif weights or not (source / "config.json").exists():  # adapters
         copy_tree(source, epath.Path(target), last="config.json")
     else:
         target.mkdir()

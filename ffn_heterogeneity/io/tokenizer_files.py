@@ -22,6 +22,7 @@ from ffn_heterogeneity.wording import first_line
 # Files that are fetched from the hub and checked here.
 FILES = (
     "tokenizer*",
+    "spiece.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -57,7 +58,7 @@ def read_tokenizer(directory: str | os.PathLike) -> Any:
     """
     directory = Path(directory)
     fast = (directory / "tokenizer.json").is_file()
-    others = ("tokenizer.model", "vocab.json", "vocab.txt")
+    others = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
     if not fast and not any((directory / name).is_file() for name in others):
         return None
     values = _settings(directory)

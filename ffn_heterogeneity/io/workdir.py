@@ -61,6 +61,7 @@ INPUTS = (
     "path",
     "validation_path",
     "test_path",
+    "mixture",
     "data_root",
     "answers",
     "baseline",
@@ -282,13 +283,32 @@ def inputs_of(config: Mapping[str, Any]) -> dict[str, str]:
     """
     fingerprints = {}
     for key, value in flatten_config(config).items():
-        if key.split(".")[-1] not in INPUTS or not isinstance(value, str) or not value:
+        if key.split(".")[-1] not in INPUTS:
             continue
-        # In a directory of prepare_data.py only the shards: it also stores its commands there.
-        value = f"{value}/tokens" if os.path.isdir(f"{value}/tokens") else value
-        if os.path.isfile(value) or (os.path.isdir(value) and not _series(value)):
-            fingerprints[key] = fingerprint(value)
+        found = [fingerprint(path) for path in map(_input, _paths(value)) if path]
+        if found:
+            fingerprints[key] = " ".join(found)
     return fingerprints
+
+
+def _paths(value: Any) -> list[str]:
+    """Possible paths in a setting: a path, "<name>=<path>,<name>=<path>", or a list with paths."""
+    if isinstance(value, (list, tuple)):
+        return [path for one in value for path in _paths(one)]
+    if not isinstance(value, str) or not value:
+        return []
+    parts = [entry.partition("=") for entry in value.split(",")]
+    if all(mark for _, mark, _ in parts) and not os.path.exists(os.path.expanduser(value)):
+        return [path for *_, path in parts]
+    return [value]
+
+
+def _input(path: str) -> str:
+    """The local file or directory of fixed content at a path; "" if there is none."""
+    path = os.path.expanduser(path)
+    # In a directory of prepare_data.py only the shards: it also stores its commands there.
+    path = f"{path}/tokens" if os.path.isdir(f"{path}/tokens") else path
+    return path if os.path.isfile(path) or (os.path.isdir(path) and not _series(path)) else ""
 
 
 def stage_of(path: str) -> str:

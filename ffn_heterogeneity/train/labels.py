@@ -152,7 +152,7 @@ def _data(
             "constant_loss": labelled.constant_loss(task, train.targets),
             "rows": {name: len(data) for name, data in sizes.items()},
             "tokens_a_row": {name: data.mean_length for name, data in sizes.items()},
-            "rows_cut": {name: data.cut for name, data in sizes.items()},
+            "rows_cut": {name: int(data.cut.sum()) for name, data in sizes.items()},
         }
 
     drawn = labelled.Shuffled(train, size, rows, config.seed, lengths, together)
@@ -165,6 +165,12 @@ def _sets(
     settings: LabelSettings, task: LabelTask, read: Callable[[str, str], Encoded]
 ) -> tuple[Encoded, dict[str, Encoded]]:
     """(all training rows, the held-out sets by name)."""
+    if settings.validation_fraction and (settings.validation_path or not settings.path):
+        why = "a validation_path is given" if settings.validation_path else "no path is given"
+        raise ValueError(
+            f"data.validation_fraction={settings.validation_fraction} holds out rows of data.path, "
+            f"and {why}: leave one of the two out"
+        )
     train, sets = read(settings.path, "train"), {}
     if settings.validation_path:
         paths = labelled.named_paths(settings.validation_path)

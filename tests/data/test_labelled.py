@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import math
 
 import numpy as np
@@ -156,16 +157,18 @@ def test_an_encoders_rows_are_cut_as_its_tokenizer_cuts_them(most, shared_data, 
     want = tokenizer(first, second, **options)
     assert [row.tolist() for row in ids] == want["input_ids"]
     assert [row.tolist() for row in types] == want["token_type_ids"]
-    assert cut == sum(len(tokenizer(*text)["input_ids"]) > most for text in texts)
+    assert [*cut] == [len(tokenizer(*text)["input_ids"]) > most for text in texts]
 
 
 def test_a_decoders_row_is_bos_and_both_texts_without_eos():
     tokenizer = byte_tokenizer()
     texts = [("abc", "defgh"), ("x", "y")]
     ids, types, cut = labelled.encode_texts(tokenizer, texts, Form(False, 1, 99))
-    assert tokenizer.decode(ids[0]) == "<s>abc\ndefgh" and not cut and not np.any(types[0])
+    assert tokenizer.decode(ids[0]) == "<s>abc\ndefgh" and not any(cut) and not np.any(types[0])
     ids, _, cut = labelled.encode_texts(tokenizer, texts, Form(False, 1, 8))
-    assert tokenizer.decode(ids[0]) == "<s>abc\ndef" and cut == 1, "the longer one is cut"
+    assert tokenizer.decode(ids[0]) == "<s>abc\ndef" and [*cut] == [True, False], (
+        "the longer one is cut"
+    )
     # Where a model has no padding, its end of text is the padding: no row may end with it.
     with pytest.raises(DataError, match="row 2 ends with the padding token"):
         labelled.encode_texts(tokenizer, [("a",), ("b</s>",)], Form(False, 1, 99))
@@ -173,7 +176,12 @@ def test_a_decoders_row_is_bos_and_both_texts_without_eos():
 
 def encoded(lengths) -> Encoded:
     ids = [np.full(n, i + 3, np.int32) for i, n in enumerate(lengths)]
-    return Encoded(ids, [np.zeros(len(x), np.int32) for x in ids], np.arange(len(ids)) * 1.0, 0)
+    return Encoded(
+        ids,
+        [np.zeros(len(x), np.int32) for x in ids],
+        np.arange(len(ids)) * 1.0,
+        np.zeros(len(ids), bool),
+    )
 
 
 def test_the_order_is_the_seeds_whatever_the_lengths_and_processes():
@@ -244,6 +252,13 @@ def test_parts_of_the_rows():
     assert set(half) < set(labelled.part_of(100, 0.6, seed=3)), "the larger part holds the smaller"
     training, out = labelled.held_out_part(100, 0.1)
     assert sorted([*training, *out]) == list(range(100)) and len(out) == 10
+    for count, fraction, held in ((20, 0.99, 19), (40, 0.01, 1), (2, 0.5, 1)):
+        training, out = labelled.held_out_part(count, fraction)
+        assert (len(training), len(out)) == (count - held, held)
+    refused("1 row cannot be split", labelled.held_out_part, 1, 0.5)
+    data = dataclasses.replace(encoded([4, 5, 6]), cut=np.array([True, False, True]))
+    cuts = [labelled.chosen_rows(data, part).cut.sum() for part in ([0, 1], [1], [2, 0])]
+    assert cuts == [1, 0, 2]
     assert labelled.named_paths("a.jsonl") == {"validation": "a.jsonl"}
     assert labelled.named_paths("m=a,mm=b") == {"m": "a", "mm": "b"}
     refused("can be called 'm'", labelled.named_paths, "m=a,m=b")

@@ -47,7 +47,12 @@ def in_double():
 def rows_of(lengths, vocab):
     rng = np.random.default_rng(3)
     ids = [rng.integers(2, vocab, length).astype(np.int32) for length in lengths]
-    return Encoded(ids, [np.zeros_like(row) for row in ids], np.full(len(ids), np.nan), 0)
+    return Encoded(
+        ids,
+        [np.zeros_like(row) for row in ids],
+        np.full(len(ids), np.nan),
+        np.zeros(len(ids), bool),
+    )
 
 
 def ffn_of(model, layer=LAYER, expert=None):
@@ -208,7 +213,7 @@ def test_the_analysis(reader, tmp_path):
     model = load_model(reader["model"])
     texts = [("a film of charm",), ("tedious",), ("no wit, no heart",), ("warm and wise",)]
     ids, types, _ = encode_texts(model.tokenizer, texts, Form(True, 1, 64))
-    data = Encoded(ids, types, np.full(4, np.nan), 0)
+    data = Encoded(ids, types, np.full(4, np.nan), np.zeros(4, bool))
     y = measured(with_random_head(model), data)["y"]
     norms = np.linalg.norm(y - ffn_of(model)["down"]["bias"], axis=-1)
     real = np.arange(y.shape[1]) < np.array([[len(row)] for row in ids])
@@ -244,7 +249,7 @@ def sentences(shared_data, tokenizer, count):
     rows = rows_in(shared_data / "glue_sst2/validation.jsonl")[:count]
     texts = [(row["sentence"],) for row in rows]
     ids, types, _ = encode_texts(tokenizer, texts, Form(True, 0, 128))
-    return Encoded(ids, types, np.full(count, np.nan), 0)
+    return Encoded(ids, types, np.full(count, np.nan), np.zeros(count, bool))
 
 
 def test_real_kernels_are_torchs(torch, minilm_dir, shared_data):

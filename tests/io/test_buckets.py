@@ -26,10 +26,16 @@ def test_a_model_goes_there_and_back(tmp_path, monkeypatch):
     params = random_params(LLAMA)
     bucket = tmp_path / "bucket"
     monkeypatch.setattr(export, "is_bucket", lambda path: True)
-    for _ in range(2):  # the second time over existing files
+    for size in (5_000, 1 << 30):  # the second time over existing files, in fewer pieces
         export.save_pretrained(
-            LLAMA, params, bucket / "model", tokenizer=byte_tokenizer(), overwrite=True
+            LLAMA,
+            params,
+            bucket / "model",
+            tokenizer=byte_tokenizer(),
+            overwrite=True,
+            max_shard_bytes=size,
         )
+        assert (len([*bucket.glob("model/*.safetensors")]) == 1) == (size > 5_000)
     written = sorted((bucket / "model").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     assert written[-1].name == "config.json" and len(written) > 3, "it makes the others a model"
     monkeypatch.setattr(load, "is_bucket", lambda path: str(path).startswith(str(bucket)))

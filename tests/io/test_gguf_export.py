@@ -45,6 +45,17 @@ def test_the_same_tensors_and_the_same_model(tmp_path, preset, layers, changes):
         np.testing.assert_allclose(leaf, leaves[name], rtol=0, atol=3e-7 * config.norm_offset)
 
 
+def test_a_mistral_is_read_as_a_llama(tmp_path):
+    """llama.cpp has one architecture for both; a window it could not express."""
+    config, leaves, params = model_of("mistral_7b_v0_3", 2, {})
+    back, read = read_gguf(save_gguf(config, params, tmp_path / "model.gguf", type="f32"))
+    assert back == dataclasses.replace(config, family="llama")
+    assert all((leaf == leaves[name]).all() for name, leaf in found_leaves(read).items())
+    config, _, params = model_of("mistral_7b", 2, {})
+    with pytest.raises(CheckpointError, match="layers would be read as something else"):
+        save_gguf(config, params, tmp_path / "windows.gguf")
+
+
 def test_unequal_widths(tmp_path):
     config, leaves, params = model_of("llama2_7b", 3, {}, widths=[64, 24, 37])
     path = save_gguf(config, params, tmp_path / "model.gguf", type="f32")

@@ -124,6 +124,28 @@ def test_inputs_that_changed_are_refused(tmp_path, key):
     prepare_workdir(tmp_path / "run", config)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("validation_path", "a={},b={}.other"),
+        ("path", "~/source"),
+        ("path", ["{}.other", "{}"]),
+        ("mixture", [["text", "{}", 1.0], ["text", "{}.other", 2.0]]),
+    ],
+)
+def test_every_form_of_a_path_is_an_input(tmp_path, monkeypatch, key, value):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = tmp_path / "source"
+    for file in (source, tmp_path / "source.other"):
+        file.write_text("one two three")
+    value = json.loads(json.dumps(value).replace("{}", str(source)))
+    prepare_workdir(tmp_path / "run", {"data": {key: value}})
+    prepare_workdir(tmp_path / "run", {"data": {key: value}})
+    source.write_text("one two four")
+    with pytest.raises(WorkdirError, match=f"other inputs: data.{key}=.* changed since"):
+        prepare_workdir(tmp_path / "run", {"data": {key: value}})
+
+
 def test_an_unfinished_job_of_stages_may_change_what_its_stages_guard(tmp_path):
     (tmp_path / "a").write_text("one")
     config = {"stages": ["first"], "first": {"text": str(tmp_path / "a")}, "seeds": []}

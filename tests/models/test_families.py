@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from ffn_heterogeneity.models import families
+from ffn_heterogeneity.models.config import ConfigError
 
 # Millions of parameters by size, as published on the model cards and in the papers.
 SIZES = {
@@ -226,6 +227,19 @@ def test_config_json_round_trip_also_through_transformers(name):
     assert families.config_from_hf(classic) == config, "keys of transformers 4 must be enough"
     modern = ("rope_theta", "rope_scaling", "rope_local_base_freq", "rotary_pct", "rotary_emb_base")
     assert families.config_from_hf({k: v for k, v in values.items() if k not in modern}) == config
+
+
+def test_keys_whose_null_or_truth_is_not_the_default():
+    def values_of(name):
+        config, _ = families.preset(name)
+        return families.family_by_name(config.family).to_hf(config)
+
+    values = values_of("mistral_7b")
+    heads = values["num_attention_heads"]
+    assert families.config_from_hf(values | {"num_key_value_heads": None}).n_kv_heads == heads
+    for name in ("gemma_2b", "gemma2_2b", "gemma3_1b"):
+        with pytest.raises(ConfigError, match="use_bidirectional_attention=true"):
+            families.config_from_hf(values_of(name) | {"use_bidirectional_attention": True})
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *ENCODERS, *GPT2])

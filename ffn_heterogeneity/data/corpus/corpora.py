@@ -15,6 +15,7 @@ Text and JSONL files may be compressed (.gz). `documents` reads the chunks.
 import collections
 import glob
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def fingerprint(path: str, kind: str, layout: Layout) -> dict[str, Any]:
 
 
 def _expand(name: str) -> list[tuple[str, str]]:
+    name = os.path.expanduser(name)
     path = Path(name)
     if path.is_dir() and not is_saved(name):
         files = [
@@ -121,6 +123,7 @@ def _expand(name: str) -> list[tuple[str, str]]:
 
 def _kind(name: str) -> str:
     kind = kind_of(name.removesuffix(".gz"))
+    kind = "unknown" if kind == "hub" and Path(name).is_file() else kind
     if kind not in READERS:
         raise DataError(f"{name}: documents are read from {', '.join(KNOWN)} files, not {kind}")
     return kind

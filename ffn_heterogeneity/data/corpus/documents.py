@@ -126,7 +126,8 @@ def _read_text(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
         edge = text[-1:]
         *documents, held = (held + text).split(breaks) if breaks else [held + text]
         for document in documents:
-            # A run of blank lines is one separator.
+            if lines and not (given or document.strip("\n")):
+                continue  # a run of blank lines is one separator
             yield DocumentPart(_stripped(document, given, True) if lines else document)
             given = False
         if len(held) > BLOCK:
@@ -136,7 +137,9 @@ def _read_text(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
             passage = _stripped(passage, given, False) if lines else passage
             given = given or bool(passage)
             yield DocumentPart(passage, False)
-    yield DocumentPart(_stripped(held, given, True) if lines else held)
+    held = _stripped(held, given, True) if lines else held
+    if held or given or not breaks:  # a piece may end with a separator
+        yield DocumentPart(held)
 
 
 def _stripped(text: str, given: bool, ends: bool) -> str:
@@ -161,11 +164,11 @@ def _decoded(piece: Piece) -> Iterator[str]:
 def _read_jsonl(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
     offset = piece.start
     for line in _lines(piece):
-        text = decode_utf8(piece.path, line[: MAX_LINE + 1], offset)
-        text = text if offset else text.removeprefix("\ufeff")
         try:
             if len(line) > MAX_LINE:
                 raise DataError(f"a line of more than {MAX_LINE >> 20} MB is not read")
+            text = decode_utf8(piece.path, line, offset)
+            text = text if offset else text.removeprefix("\ufeff")
             if text.strip():
                 yield DocumentPart(text_of(parse_object(text), layout.text_field))
         except DataError as error:

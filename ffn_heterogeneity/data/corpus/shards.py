@@ -204,7 +204,7 @@ def open_corpus(path: str | Path, *, verify: bool = True) -> Corpus:
       DataError: no manifest, or one of another version or without shards; a shard that is missing,
         truncated, empty or changed (the message names it and a solution).
     """
-    directory = Path(path)
+    directory = Path(path).expanduser()
     if not (directory / MANIFEST).is_file() and (directory / "tokens" / MANIFEST).is_file():
         directory = directory / "tokens"
     manifest = read_manifest(directory)

@@ -26,9 +26,10 @@ from etils import epath
 
 from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
+from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket, walk
 from ffn_heterogeneity.io.hf import classifiers
 from ffn_heterogeneity.io.hf.structure import (
+    FOLDER,
     KEY,
     cast,
     checked_leaves,
@@ -160,6 +161,9 @@ def local_directory(directory: epath.Path) -> Iterator[Path]:
         temporary = Path(held)
         yield temporary
         (directory / "config.json").unlink(missing_ok=True)
+        for old in walk(directory) if directory.exists() else ():  # of an overwritten model
+            if ".safetensors" in old.name or old.parent.name == FOLDER:
+                old.unlink()
         copy_tree(epath.Path(temporary), directory, last="config.json")
 
 
@@ -249,6 +253,8 @@ def transformers_class(output: str | os.PathLike) -> str:
         return ""
     if name.endswith("ForConditionalGeneration"):
         return "AutoModelForSeq2SeqLM"
+    if name == "T5EncoderModel":  # AutoModel would make a decoder, too
+        return "AutoModelForTextEncoding"
     encoder = re.search(r"(?<!LMHead)Model$", name)
     return "AutoModel" if encoder else "AutoModelForCausalLM"
 

@@ -20,7 +20,7 @@ from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes, make_head
 from ffn_heterogeneity.io import safetensors, tokenizer_files
 from ffn_heterogeneity.io.assemble import Stored, assemble, leaf_shapes, without_tied
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.hf import classifiers
+from ffn_heterogeneity.io.hf import classifiers, peft
 from ffn_heterogeneity.io.hf.export import GENERATION, NATIVE_KEY, with_generation
 from ffn_heterogeneity.io.hf.structure import FOLDER, KEY, put_back, read_structure
 from ffn_heterogeneity.io.read import read_object
@@ -31,6 +31,7 @@ from ffn_heterogeneity.wording import first_line, some
 
 _HUB_PATTERNS = ["config.json", GENERATION, "model.safetensors", "model-*.safetensors"]
 _HUB_PATTERNS += [safetensors.INDEX, "structure/*", *tokenizer_files.FILES]
+_HUB_PATTERNS += [peft.CONFIG, peft.WEIGHTS]
 
 
 def read_config(directory: str | os.PathLike) -> ModelConfig:

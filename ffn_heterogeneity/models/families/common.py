@@ -372,8 +372,6 @@ def windows_from_hf(values: Mapping[str, Any], every: int) -> list[int | None]:
         raise ConfigError(
             f"layer_types needs {count} of full_attention, sliding_attention; got {kinds}"
         )
-    if values.get("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention=true is not a causal language model")
     return [None if kind == "full_attention" else values["sliding_window"] for kind in kinds]
 
 

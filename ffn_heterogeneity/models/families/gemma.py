@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.families import common
 
 DEFAULTS = {
@@ -41,7 +41,12 @@ def fields_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
 
     The activation is `hidden_activation`, else `hidden_act`; "gelu" in early files on the hub means
     the tanh form.
+
+    Raises:
+      ConfigError: attention that sees both ways.
     """
+    if values.get("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention=true is not a causal language model")
     fields = common.base_from_hf(values, defaults) | gemma_fields(values["hidden_size"])
     name = values.get("hidden_activation") or values.get("hidden_act") or "gelu"
     return fields if name == "gelu" else fields | {"activation": common.activation_from_hf(name)}

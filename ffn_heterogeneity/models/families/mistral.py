@@ -11,7 +11,6 @@ _DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "max_position_embeddings": 131_072,
-    "num_key_value_heads": 8,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -31,7 +30,7 @@ PRESETS = {
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a MistralForCausalLM."""
-    fields = common.base_from_hf(values, _DEFAULTS)
+    fields = common.base_from_hf({"num_key_value_heads": 8, **values}, _DEFAULTS)
     # An absent key means 4,096, null means no window.
     window = values.get("sliding_window", 4096)
     return common.decoder_from_hf("mistral", values, fields, window)
