@@ -11,6 +11,7 @@ import numpy as np
 
 from ffn_heterogeneity.adapters import adapters_of
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.causal_lm import require_one_stack
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.options import products
@@ -134,8 +135,10 @@ def massive_weights(
       token: used instead of bos.
 
     Raises:
-      ValueError: layer or token out of range, a model without bos, or non-finite |h|.
+      ValueError: layer or token out of range, an encoder-decoder, a model without bos, or
+        non-finite |h|.
     """
+    require_one_stack(config, "finding massive neurons")
     token = config.bos_id if token is None else token
     if token is None or not 0 <= token < config.vocab_size:
         raise ValueError(

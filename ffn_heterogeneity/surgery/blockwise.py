@@ -58,24 +58,28 @@ def compensated(
         that no longer fit in their dtype; a changed layer has experts.
     """
     causal_lm.require_one_stack(model.config, f"compensation {method!r}")
+    dense = unstack(model.params)["layers"]
+    pairs = zip(dense, unstack(smaller.params)["layers"], strict=True)
+    changed = [not _equal(old["ffn"], new["ffn"]) for old, new in pairs]
+    for i, layer in enumerate(model.config.layers):
+        if changed[i] and layer.experts is not None:
+            raise ValueError(
+                f"compensation={method!r} supports dense layers, and layer {i} has experts: "
+                "use one that reads no states (ridge)"
+            )
     if method == "bias":
         smaller = _with_biases(smaller)
     batches = batches_of(rows)
     tables = {"embed": jax.device_put(model.params["embed"])}
     streams = [embedded(model.config, tables, batch) for _, batch in batches]
-    uncompressed, small = unstack(model.params), unstack(smaller.params)
+    small = unstack(smaller.params)
     layers, reports = list(small["layers"]), []
-    for i, old in enumerate(bar(method, uncompressed["layers"], unit="block")):
+    for i, old in enumerate(bar(method, dense, unit="block")):
         configs = tuple(
             dataclasses.replace(c, layers=(c.layers[i],)) for c in (model.config, smaller.config)
         )
         behind = streams
-        if not _equal(old["ffn"], layers[i]["ffn"]):
-            if configs[0].layers[0].experts is not None:
-                raise ValueError(
-                    f"compensation={method!r} supports dense layers, and layer {i} has experts: "
-                    "use one that reads no states (ridge)"
-                )
+        if changed[i]:
             behind, moments = _observed(configs, old, layers[i]["ffn"], streams, batches, i)
             layers[i], report = _fitted(layers[i], moments, method, i)
             reports.append(report)

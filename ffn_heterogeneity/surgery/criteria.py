@@ -114,7 +114,7 @@ def pon(ffn: dict, rng: np.random.Generator) -> np.ndarray:
 
 def bos(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
     """-|h| on a lone bos token [ours]: neurons with the smallest states are removed first."""
-    return _of_states(ffn, activations, lambda seen: seen["bos"])
+    return _of_states(ffn, activations, _on_bos)
 
 
 def mean_state(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
@@ -163,6 +163,12 @@ def flap(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.nd
 def _squares(ffn: dict) -> np.ndarray:
     """|W_i|^2 of each neuron."""
     return _row_by_row(ffn, lambda rows: np.einsum("mn,mn->m", rows, rows))
+
+
+def _on_bos(seen: Any) -> np.ndarray:
+    if not np.any(seen["bos"]):
+        raise ValueError("bos is not sent to this expert, so no |h| on it orders its neurons")
+    return seen["bos"]
 
 
 def _of_states(ffn: dict, activations: Seen, function: Callable[[Any], np.ndarray]) -> np.ndarray:
@@ -257,7 +263,7 @@ def named(kind: str, size: float, ffn: dict, activations: Seen = None) -> np.nda
     seen = activations or {}
     if kind == "massive" and not seen["massive"]:
         return np.zeros(0, int)
-    return np.argsort(-seen["bos"], kind="stable")[: int(size)]
+    return np.argsort(-_on_bos(seen), kind="stable")[: int(size)]
 
 
 def layer_scores(
@@ -298,5 +304,6 @@ def layer_scores(
     scores = -scores if reverse else scores
     if protect:
         scores = scores.copy()
-        scores[named(*check_named("protect", protect), ffn, activations)] = -np.inf
+        with naming(f"layer {layer}"):
+            scores[named(*check_named("protect", protect), ffn, activations)] = -np.inf
     return scores

@@ -197,4 +197,6 @@ def _every_row(config: ModelConfig, leaves: dict, ffn_input: jax.Array) -> Rows:
 def _by_expert(layer: LayerConfig, rows: Rows, values: jax.Array, tokens: int) -> jax.Array:
     """Values of rows by expert and token, float32 [E, tokens, ...]."""
     empty = jnp.zeros((layer.experts or 0, tokens, values.shape[-1]), jnp.float32)
-    return empty.at[rows.experts, rows.tokens].set(values.astype(jnp.float32))
+    # Rows of constants have expert -1, which would mean the last one.
+    experts = jnp.where(rows.experts < 0, len(empty), rows.experts)
+    return empty.at[experts, rows.tokens].set(values.astype(jnp.float32), mode="drop")

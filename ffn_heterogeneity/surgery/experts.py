@@ -19,7 +19,7 @@ from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_t
 from ffn_heterogeneity.surgery.expert_scores import ON_TEXT, RULES, bos_experts, expert_scores
 from ffn_heterogeneity.surgery.seen import BATCH, unvisited
 from ffn_heterogeneity.surgery.selection import layer_subset, removal_count
-from ffn_heterogeneity.tree import flatten, unflatten
+from ffn_heterogeneity.tree import LeafError, flatten, unflatten
 from ffn_heterogeneity.wording import check_choice, settings_of
 
 
@@ -264,6 +264,10 @@ def without_experts(
     leaves = {}
     for path, leaf in declared_at(config, place, ffn).items():
         value = np.asarray(flatten(ffn)[path])
+        if leaf.depends_on("route"):
+            raise LeafError(
+                f"layer {i}: {path} depends on all columns of the router: fold it first"
+            )
         for axis, kept in (("expert", stay), ("route", every)):
             if (at := leaf.axis(axis)) is not None:
                 value = np.take(value, kept, axis=at)

@@ -184,6 +184,8 @@ def _check_layers(config: ModelConfig, layers: Sequence, chosen: Sequence, asked
             raise ValueError(f"layer {i} has merged experts already: start from the model before")
         if layer.constants:
             raise ValueError(f"layer {i} has {layer.constants} constants in place of experts")
+        if asked.columns == "dominant" and set(layers[i]["ffn"]["router"]) - {"kernel"}:
+            raise ValueError(f"layer {i}: its router has adapters: fold them first")
         left = layer.columns - removal_count(layer.columns, ratio=asked.ratio)
         if asked.columns == "dominant" and layer.router != "linear":
             raise ValueError(f"layer {i}: columns='dominant' needs a linear router")

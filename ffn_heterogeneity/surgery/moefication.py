@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ffn_heterogeneity.models.causal_lm import require_one_stack
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.observe import observe, token_batches
@@ -37,6 +38,7 @@ def routed_sums(
       params: stacked tree of a dense model, in which each m / E consecutive neurons are one expert.
         Layers whose width E does not divide have sums of 0.
     """
+    require_one_stack(config, "splitting by the states of a text")
     batches = list(token_batches(rows, BATCH))
     seen = observe(config, params, batches, _sums_of(experts))["routed_sums"]
     real = np.concatenate([batch["segment_ids"] for batch in batches])[:, 1:] > 0

@@ -187,7 +187,8 @@ class RemovalPlan:
             options |= {"layer": place.layer, "expert": place.expert, "activations": seen}
             scores, named = criteria.layer_scores(self.criterion, ffn, **options), None
             if self.lose and not self.lose.startswith("random:"):
-                named = criteria.named(*criteria.check_named("lose", self.lose), ffn, seen)
+                with naming(f"layer {place.layer}"):
+                    named = criteria.named(*criteria.check_named("lose", self.lose), ffn, seen)
             return self._with_lost(scores, place, cut, named), None
         width = ffn["down"]["kernel"].shape[0]
         with naming(f"layer {place.layer}"):

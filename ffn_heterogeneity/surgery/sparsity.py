@@ -23,7 +23,7 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
-from ffn_heterogeneity.surgery.adapt import Quantised, inserted
+from ffn_heterogeneity.surgery.adapt import MLPS, Quantised, inserted
 from ffn_heterogeneity.surgery.entries import highest_share
 from ffn_heterogeneity.tree import is_abstract
 from ffn_heterogeneity.wording import check_numbers, settings_of
@@ -31,9 +31,9 @@ from ffn_heterogeneity.wording import check_numbers, settings_of
 
 @dataclasses.dataclass(frozen=True)
 class Scores(Quantised):
-    """Settings of `insert_scores`; `targets` defaults to the feed-forward blocks."""
+    """Settings of `insert_scores`; `targets` defaults to feed-forward blocks, without routers."""
 
-    targets: str = "ffn/"
+    targets: str = MLPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +142,8 @@ def insert_gates(model: Model, settings: Mapping[str, Any] | Gates, data=None, k
     asked = settings_of(Gates, settings)
 
     def put(path: str, leaves: dict, kernel_key: jax.Array) -> dict:
+        if "hidden" in leaves:
+            raise ValueError(f"{path} is a router of two layers: leave it out of targets")
         kernel = effective_kernel(leaves).astype(np.float32)
         n, k = kernel.shape
         rank = asked.rank or max(1, n * k // (n + k))

@@ -242,6 +242,21 @@ def test_a_constant_is_the_mean_output_weighted_by_the_gate(config, tmp_path):
     np.testing.assert_array_equal(logits(again), logits(smaller))
 
 
+def test_constants_leave_the_last_expert_its_states():
+    """Their rows are of no expert (-1), which is an index too."""
+    asked = {"rule": "frequency", "ratio": 0.5, "constant": True, "calibration": saved(ROWS)}
+    smaller, _ = SURGERIES["experts"](model_of(), asked)
+    last = smaller.config.layers[1].experts - 1
+    _, report = SURGERIES["attack"](smaller, {"layer": 1, "expert": last, "k": 2})
+    assert min(report["magnitudes"][:2]) > 0
+
+
+def test_bos_orders_only_the_experts_that_it_is_sent_to():
+    for asked in ({"criterion": "bos"}, {"criterion": "entropy", "protect": "bos:2"}):
+        with pytest.raises(ValueError, match="layer 1: bos is not sent to this expert"):
+            SURGERIES["prune"](model_of(), asked | {"ratio": 0.5})
+
+
 def test_an_expert_with_a_constant_output_may_become_one():
     """Outputs that do not depend on the token: MoNE loses nothing."""
     config = with_experts(dataclasses.replace(LLAMA, ffn_bias=True), 4, top_k=2)

@@ -153,10 +153,12 @@ def test_masks_and_factors_count():
     np.testing.assert_allclose(one["hidden"], other["hidden"], atol=2e-4)
 
 
-def test_a_layer_that_stays_is_left_alone():
+@pytest.mark.parametrize("method", ["state_ridge", "bias"])
+def test_a_layer_that_stays_is_left_alone(method):
+    """Biases of 0, which other layers get for the format, do not change them."""
     model = model_of()
     asked = {"criterion": "entropy", "layers": "1", "calibration": "own"}
-    asked |= {"calibration_tokens": 1024, "compensation": "state_ridge"}
+    asked |= {"calibration_tokens": 1024, "compensation": method}
     smaller, report = SURGERIES["prune"](model, asked)
     assert [one["layer"] for one in report["compensated"]] == [1]
     np.testing.assert_array_equal(down_of(smaller.params, 0), down_of(model.params, 0))
