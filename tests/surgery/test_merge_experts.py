@@ -292,7 +292,9 @@ def test_what_cannot_be_merged_is_named(text):
     mixed = dataclasses.replace(model.config, layers=(*LLAMA.layers[:2], *model.config.layers[2:]))
     mixed = Model(mixed, random_params(mixed), None, "mixed")
     assert fh.merge_experts(mixed, layers="2", **calibration)[1]["experts_after"] == [0, 0, 3]
+    adapted, _ = SURGERIES["lora"](model, {"targets": "ffn/router"}, key=jax.random.key(0))
     for given, settings, message in (
+        (adapted, {"columns": "dominant"}, "layer 0: its router has adapters: fold"),
         (mixed, {}, "layers 0, 1 have no experts"),
         (merged, {"layers": "1-2"}, "layer 2 has merged experts already"),
         (model_of(edit=scaled), {}, "layer 0 has ffn/neuron_scale: fold the model first"),
