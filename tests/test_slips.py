@@ -51,14 +51,6 @@ def test_what_is_left_out_is_as_in_the_config(name):
     assert SURGERIES[name].read(config) == SURGERIES[name].check({})
 
 
-def test_groups_that_train_alone_add_up():
-    both = config_of("nucl_finetune", "model,text,lora,scores").train_only
-    one = [
-        config_of("nucl_finetune", f"model,text,{name}").train_only for name in ("lora", "scores")
-    ]
-    assert both == (*one[0], *one[1]) and len(both) == 2
-
-
 def test_settings_are_read_from_a_config_that_has_more():
     """A key that has a default may be absent; one without is named."""
     config = config_of("perplexity", model="m", text="a.txt").to_dict() | {"own": 1}

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from ffn_heterogeneity.adapters import REFRESHES, adapter_leaves, is_linear, kernel_readers
@@ -25,7 +24,7 @@ from ffn_heterogeneity.train.labels import labels
 from ffn_heterogeneity.train.language import language
 from ffn_heterogeneity.train.objectives import LANGUAGE, Objective, ObjectiveSettings
 from ffn_heterogeneity.train.text_to_text import span_corruption, text_to_text
-from ffn_heterogeneity.tree import TEACHER, Leaf, flatten, is_abstract, nodes, subtree
+from ffn_heterogeneity.tree import TEACHER, Leaf, nodes, subtree
 from ffn_heterogeneity.wording import naming, some
 
 # remat="auto" is the first of these that fits (train/fit.py). If the products' outputs are saved,
@@ -100,25 +99,13 @@ def what_trains(
             "(configs/adapt.py:fold)"
         )
     if TAUGHT in train_only:
-        if not (taught := _taught(params)):
+        taught = [slot for slot in slots(params) if subtree(params.get(TEACHER, {}), slot.path)]
+        if not taught:
             raise ValueError(f"train_only={TAUGHT!r}: no block has a teacher (config.prepare)")
-        pattern = rf"^layers/({'|'.join(map(str, taught))})/ffn/(gate|up|down)/"
+        layers = "|".join(str(layer) for slot in taught for layer in slot.layers)
+        pattern = rf"^layers/({layers})/ffn/(gate|up|down)/"
         train_only = [pattern if regex == TAUGHT else regex for regex in train_only]
     return partition.trainable_mask(leaves, freeze, train_only, by_layer)
-
-
-def _taught(params: dict) -> list[int]:
-    """Layers whose FFN is not their teacher's; of shapes alone, all that are stacked with one."""
-    taught = []
-    for slot in slots(params):
-        teacher = flatten(subtree(params.get(TEACHER, {}), f"{slot.path}/ffn") or {})
-        own = flatten(slot.tree["ffn"])
-        alike = {path for path, leaf in teacher.items() if leaf.shape == np.shape(own.get(path))}
-        for i, layer in enumerate(slot.layers if teacher else ()):
-            unlike = is_abstract([teacher, own]) or alike != {*own}
-            if unlike or any(not np.array_equal(teacher[path][i], own[path][i]) for path in own):
-                taught.append(layer)
-    return taught
 
 
 def make_refresh(groups: Mapping[str, Mapping[str, Any]]) -> Callable[..., Any] | None:

@@ -106,7 +106,7 @@ def test_rows_are_prompts_with_one_eos():
     form = row_form(config, "mrpc", 60)
     (row, long), _, cut = encode_texts(tokenizer, [("ab", "cd"), ("x" * 60, "y")], form)
     assert tokenizer.decode(row[:-1]) == "mrpc sentence1: ab\nsentence2: cd"
-    assert row[-1] == long[-1] == 1 and len(long) == 60 and cut == 1
+    assert row[-1] == long[-1] == 1 and len(long) == 60 and [*cut] == [False, True]
     (plain,), _, _ = encode_texts(tokenizer, [("a", "b")], row_form(config, "labels", 60))
     assert tokenizer.decode(plain[:-1]) == "a\nb"
     for texts, message in ((("a</s>b", "c"), "holds the eos 1"), (("a",), "needs 2 texts")):

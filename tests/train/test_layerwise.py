@@ -17,12 +17,11 @@ from ffn_heterogeneity.launch import experiment
 from ffn_heterogeneity.losses.layerwise import layerwise_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
-from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.options import RunOptions
-from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
+from ffn_heterogeneity.models.stack import layer_leaves, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.surgery import SURGERIES
-from ffn_heterogeneity.train.build import objective_of, what_trains
+from ffn_heterogeneity.train.build import objective_of
 from ffn_heterogeneity.train.objectives import make_forward
 from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
@@ -49,23 +48,6 @@ def taught_model(files, family, method="fusion"):
     taught, report = SURGERIES["teacher"](few, {"model": str(files / family)})
     assert report == {"layers": list(LAYERS)}
     return dense, taught
-
-
-def test_only_the_layers_with_another_ffn_are_taught(files):
-    """Equal shapes: all layers share their leaves."""
-    model = fh.load_model(files / "bert")
-    tree = unstack(jax.tree.map(np.array, model.params))
-    tree["layers"][1]["ffn"]["up"]["kernel"][:] *= 2
-    changed = dataclasses.replace(model, params=restack(model.config, tree))
-    taught, report = SURGERIES["teacher"](changed, {"model": str(files / "bert")})
-    assert report == {"layers": [1]}
-    leaves = declared(taught.config, taught.params)
-    trains = what_trains(taught.params, leaves, (), ("@taught",))
-    assert {path: mask for path, mask in trains.items() if mask} == {
-        f"stack/segment_0/slot_0/ffn/{name}/{leaf}": (False, True, False)
-        for name in ("up", "down")
-        for leaf in ("kernel", "bias")
-    }
 
 
 def states(config, params, batch, name):
