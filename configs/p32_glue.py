@@ -9,8 +9,8 @@ Command:   python scripts/train.py --config=configs/p32_glue.py:<model>,<task> \
            trains: nf4,lora (QLoRA, the paper's for decoders; an encoder trains whole). Losses
            in addition to the task's: nucl, jreg, diversity.
            Then scripts/evaluate.py --config=configs/classify.py predicts. Sweeps: --sweep=rates
-           (with --config.data.validation_fraction=0.1: chosen on held-out training rows)
-           | poolings | few | rivals | depths | fractions.
+           (with --config.data.validation_fraction=0.1, and no validation_path: chosen on held-out
+           training rows) | poolings | few | rivals | depths | fractions.
 Hardware:  paper: not stated. MiniLM-L6 and SmolLM2-135M train on a CPU.
 Hours:     paper: not stated. MiniLM-L6 on MRPC, 345 steps of 32 rows, 2 CPU cores: minutes.
 Paper:     hardly any setting is printed ("low learning rate, aggressive clipping"). Ours, of

@@ -31,8 +31,8 @@ def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
     The model is `config.model`, on random rows [batch, seq_len]. Three quarters of the FFNs'
     neurons (or weights) are removed from the last two thirds of its layers or, with experts, from
     the last 4 sparse layers of each stack. Timed are "forward" and "train step", if `config.calls`
-    has them. Each program has its operations, "gflop", as counted by XLA; "models" has each model's
-    parameters, and those that train.
+    has them. Each program has its operations, "gflop", as counted by XLA (which counts loops over
+    blocks of an expert's rows once); "models" has each model's parameters, and those that train.
 
     Raises:
       ValueError: an unknown method.

@@ -15,7 +15,8 @@ SHAPE, WHOLE, SIZE = r"^[^,]+|\d+ x \d+ tokens", r"^[^;]+", r"\[B.*(?=;)"
 PEER, SPENT = "Torch's time / ours", "Times of the value and its gradient"
 GENERATED = f"{PEER}; `generate n` continues n prompts of {PROMPT} tokens by {NEW}"
 FUSED = "Time / the whole model's; three quarters of the FFNs' neurons, or weights, of the last "
-FUSED += "two thirds of its layers are gone; with LoRA none"
+FUSED += "two thirds of its layers (with experts: of the last 4 sparse layers of each stack) are "
+FUSED += "gone; with LoRA none"
 PIECES = "Times of a whole step / that of the last config, on one model"
 MODEL: Questions = {
     "Is a training step as fast as torch's?": (PEER, r"train step, (\w+)", SHAPE),

@@ -6,15 +6,14 @@ packed row). The rows of a batch depend only on the seed and the step, not on le
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from ffn_heterogeneity.data.glue import NUMBER, LabelTask, get_task, label_text
 from ffn_heterogeneity.data.sources import DataError, Source, open_source, read_each
+from ffn_heterogeneity.io.files import paths_in
 from ffn_heterogeneity.wording import check_number, naming, settings_of
 
 Batch = dict[str, np.ndarray]
@@ -47,6 +46,9 @@ class LabelSettings:
         check_number("data.fraction", self.fraction, "(0, 1]", DataError)
         held_out = self.validation_fraction
         check_number("data.validation_fraction", held_out, "[0, 1)", DataError)
+        if held_out and (self.validation_path or not self.path):
+            why = "holds out rows of data.path: give a path, and no validation_path"
+            raise DataError(f"data.validation_fraction={held_out} {why}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,7 @@ def steps_of(data: Mapping[str, Any], epochs: float, batch_size: int) -> int:
     rows = get_task(settings.task, ("text",), ("a", "b")).rows
     if settings.path or not rows:
         rows = len(open_rows(settings.path))
-    if settings.path and not settings.validation_path and settings.validation_fraction:
+    if settings.validation_fraction:
         rows = len(held_out_part(rows, settings.validation_fraction)[0])
     return max(1, math.ceil(epochs * max(1, round(rows * settings.fraction)) / batch_size))
 
@@ -164,8 +166,8 @@ def encode_rows(
     texts = list(read_each(source, task.texts))
     targets = list(read_each(source, task.target)) if labelled else [math.nan] * len(texts)
     with naming(source.name, DataError, DataError):
-        made = encode_texts(tokenizer, texts, form)
-    return Encoded(*made[:2], np.asarray(targets, np.float64), made[2])
+        ids, types, cut = encode_texts(tokenizer, texts, form)
+    return Encoded(ids, types, np.asarray(targets, np.float64), cut)
 
 
 def encode_texts(
@@ -379,11 +381,10 @@ def chosen_rows(data: Encoded, rows: Sequence[int]) -> Encoded:
 
 def named_paths(text: str, name: str = "validation") -> dict[str, str]:
     """Parse "<set>=<path>,<set>=<path>" or one path to `{set: path}`; an existing path is one."""
-    parts = [entry.partition("=") for entry in text.split(",")]
-    named = all(mark and label.isidentifier() for label, mark, _ in parts)
-    if not named or epath.Path(os.path.expanduser(text)).exists():
-        return {name: os.path.expanduser(text)}
-    labels = ["train", "test", *(label for label, _, _ in parts)]
+    parts = paths_in(text)
+    if "" in dict(parts):
+        return {name: parts[0][1]}
+    labels = ["train", "test", *(label for label, _ in parts)]
     if taken := [label for i, label in enumerate(labels) if label in labels[:i]]:
         raise DataError(f"{text}: no held-out set can be called {taken[0]!r}: this name is taken")
-    return {label: os.path.expanduser(path) for label, _, path in parts}
+    return dict(parts)

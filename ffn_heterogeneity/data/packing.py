@@ -131,11 +131,8 @@ class Encoder:
 
         They are separate texts, so whitespace at their border is left out. The response has no bos.
         """
-        if self.eos_id is None:
-            raise DataError(
-                "an encoder-decoder's texts end with an eos: set eos=True, for a tokenizer with one"
-            )
-        begin, end = [] if self.bos_id is None else [self.bos_id], [self.eos_id]
+        begin = [] if self.bos_id is None else [self.bos_id]
+        end = [] if self.eos_id is None else [self.eos_id]
         texts = example.prompt.rstrip(), example.target.strip() + self.append
         prompt, response = (encode(self.tokenizer, text) for text in texts)
         return [*begin, *prompt, *end], [*response, *end]
@@ -181,6 +178,12 @@ class ExampleReader:
     _where: str = ""  # the current record
 
     max_fan_out: ClassVar[int] = 1  # needed only by grain's random-access form
+
+    def __post_init__(self):
+        if self.decoder and self.encoder.eos_id is None:
+            raise DataError(
+                "an encoder-decoder's texts end with an eos: set eos=True, for a tokenizer with one"
+            )
 
     def flat_map(self, item: Mapping[str, Any]) -> Sequence[dict[str, np.ndarray]]:
         self.counts.documents += 1

@@ -54,4 +54,5 @@ class ClassName(str):
 
 def is_saved(path: str) -> bool:
     """True for a directory that `datasets` wrote with `save_to_disk`."""
-    return any((epath.Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
+    folder = epath.Path(path).expanduser()
+    return any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))

@@ -123,6 +123,15 @@ def is_bucket(path: str | os.PathLike) -> bool:
     return "://" in os.fspath(path)
 
 
+def paths_in(text: str) -> list[tuple[str, str]]:
+    """(name, path) pairs of "<name>=<path>,<name>=<path>"; [("", path)] of one path, or a file."""
+    parts = [entry.partition("=") for entry in text.split(",")]
+    named = all(mark and label.isidentifier() for label, mark, _ in parts)
+    if not named or epath.Path(text).expanduser().exists():
+        return [("", os.path.expanduser(text))]
+    return [(label, os.path.expanduser(path)) for label, _, path in parts]
+
+
 def check_opens(path: str | os.PathLike) -> None:
     """Check that the package for an object store's path is installed.
 

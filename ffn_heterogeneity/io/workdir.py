@@ -12,7 +12,15 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import check_opens, is_bucket, lock, plain, write_json, write_text
+from ffn_heterogeneity.io.files import (
+    check_opens,
+    is_bucket,
+    lock,
+    paths_in,
+    plain,
+    write_json,
+    write_text,
+)
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.read import read_bytes, read_object
@@ -283,32 +291,23 @@ def inputs_of(config: Mapping[str, Any]) -> dict[str, str]:
     """
     fingerprints = {}
     for key, value in flatten_config(config).items():
-        if key.split(".")[-1] not in INPUTS:
-            continue
-        found = [fingerprint(path) for path in map(_input, _paths(value)) if path]
-        if found:
-            fingerprints[key] = " ".join(found)
+        paths = _inputs(value) if key.split(".")[-1] in INPUTS else []
+        if paths:
+            fingerprints[key] = " ".join(map(fingerprint, paths))
     return fingerprints
 
 
-def _paths(value: Any) -> list[str]:
-    """Possible paths in a setting: a path, "<name>=<path>,<name>=<path>", or a list with paths."""
+def _inputs(value: Any) -> list[str]:
+    """Local files, and directories of fixed content, in a setting: a path, several, or a list."""
     if isinstance(value, (list, tuple)):
-        return [path for one in value for path in _paths(one)]
-    if not isinstance(value, str) or not value:
-        return []
-    parts = [entry.partition("=") for entry in value.split(",")]
-    if all(mark for _, mark, _ in parts) and not os.path.exists(os.path.expanduser(value)):
-        return [path for *_, path in parts]
-    return [value]
-
-
-def _input(path: str) -> str:
-    """The local file or directory of fixed content at a path; "" if there is none."""
-    path = os.path.expanduser(path)
-    # In a directory of prepare_data.py only the shards: it also stores its commands there.
-    path = f"{path}/tokens" if os.path.isdir(f"{path}/tokens") else path
-    return path if os.path.isfile(path) or (os.path.isdir(path) and not _series(path)) else ""
+        return [path for one in value for path in _inputs(one)]
+    found = []
+    for _, path in paths_in(value) if isinstance(value, str) and value else ():
+        # In a directory of prepare_data.py only the shards: it also stores its commands there.
+        path = f"{path}/tokens" if os.path.isdir(f"{path}/tokens") else path
+        if os.path.isfile(path) or (os.path.isdir(path) and not _series(path)):
+            found.append(path)
+    return found
 
 
 def stage_of(path: str) -> str:

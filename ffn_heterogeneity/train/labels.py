@@ -165,12 +165,6 @@ def _sets(
     settings: LabelSettings, task: LabelTask, read: Callable[[str, str], Encoded]
 ) -> tuple[Encoded, dict[str, Encoded]]:
     """(all training rows, the held-out sets by name)."""
-    if settings.validation_fraction and (settings.validation_path or not settings.path):
-        why = "a validation_path is given" if settings.validation_path else "no path is given"
-        raise ValueError(
-            f"data.validation_fraction={settings.validation_fraction} holds out rows of data.path, "
-            f"and {why}: leave one of the two out"
-        )
     train, sets = read(settings.path, "train"), {}
     if settings.validation_path:
         paths = labelled.named_paths(settings.validation_path)

@@ -130,6 +130,10 @@ def test_what_cannot_be_is_one_line(tmp_path):
     ):
         (tmp_path / name).write_text(content)
         refused(words, labelled.open_rows, str(tmp_path / name), error=DataError)
+    held_out = {"path": "a.csv", "validation_fraction": 0.1}
+    LabelSettings("rte", **held_out)
+    for more in ({"path": ""}, {"validation_path": "b.csv"}):
+        refused("holds out rows of data.path", LabelSettings, "rte", **(held_out | more))
     for bad in ({"fraction": 0.0}, {"fraction": 1.5}, {"validation_fraction": 1.0}):
         refused(next(iter(bad)), LabelSettings, "rte", error=DataError, **bad)
 
@@ -176,12 +180,8 @@ def test_a_decoders_row_is_bos_and_both_texts_without_eos():
 
 def encoded(lengths) -> Encoded:
     ids = [np.full(n, i + 3, np.int32) for i, n in enumerate(lengths)]
-    return Encoded(
-        ids,
-        [np.zeros(len(x), np.int32) for x in ids],
-        np.arange(len(ids)) * 1.0,
-        np.zeros(len(ids), bool),
-    )
+    types, targets = [np.zeros(len(x), np.int32) for x in ids], np.arange(len(ids)) * 1.0
+    return Encoded(ids, types, targets, np.zeros(len(ids), bool))
 
 
 def test_the_order_is_the_seeds_whatever_the_lengths_and_processes():

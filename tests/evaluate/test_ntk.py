@@ -47,12 +47,8 @@ def in_double():
 def rows_of(lengths, vocab):
     rng = np.random.default_rng(3)
     ids = [rng.integers(2, vocab, length).astype(np.int32) for length in lengths]
-    return Encoded(
-        ids,
-        [np.zeros_like(row) for row in ids],
-        np.full(len(ids), np.nan),
-        np.zeros(len(ids), bool),
-    )
+    types, targets = [np.zeros_like(row) for row in ids], np.full(len(ids), np.nan)
+    return Encoded(ids, types, targets, np.zeros(len(ids), bool))
 
 
 def ffn_of(model, layer=LAYER, expert=None):

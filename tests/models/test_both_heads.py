@@ -23,6 +23,8 @@ from ffn_heterogeneity.models.families import config_to_hf
 from ffn_heterogeneity.models.families.t5_names import names
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.surgery.moefication import routed_sums
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.tree import flatten
 
@@ -98,6 +100,13 @@ def test_heads_equal_transformers(torch, family):
             x = torch.tanh(x @ head["dense/kernel"] + head["dense/bias"])
             expected = x @ head["out/kernel"] + head["out/bias"]
     np.testing.assert_allclose(ours, expected.numpy(), atol=1e-5)
+
+
+def test_one_stack_is_asked_for_by_name():
+    """Before, a head of both stacks gave a dict where arrays were expected."""
+    model = with_random_head("t5")
+    refused("encoder-decoder: finding massive neurons", massive_weights, *model, token=1)
+    refused("encoder-decoder: splitting", routed_sums, *model, [np.arange(9)], 2)
 
 
 def test_rows_are_prompts_with_one_eos():

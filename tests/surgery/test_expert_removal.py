@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
-from tiny_models import LLAMA, TEXT, byte_tokenizer, random_params, with_experts
+from tiny_models import LLAMA, TEXT, WIDE, byte_tokenizer, random_params, with_experts
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.io.load import Model
@@ -24,6 +24,7 @@ from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.expert_scores import RULES, expert_scores
 from ffn_heterogeneity.surgery.experts import expert_sums
 from ffn_heterogeneity.surgery.seen import seen_states
+from ffn_heterogeneity.tree import LeafError
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 MIXED = with_experts(LLAMA, 4, top_k=2)
@@ -340,3 +341,12 @@ def test_the_massive_expert_is_found_attacked_and_protected():
         for seed in range(6)
     ]
     assert all(expert not in one["removed_experts"][1] for one in removed)
+
+
+def test_a_quantised_router_loses_no_columns():
+    """Scales of its 4-bit codes span columns."""
+    model = model_of(with_experts(WIDE, 4, top_k=2))
+    quantised, _ = SURGERIES["nf4"](model, {"targets": "ffn/router"})
+    asked = {"rule": "frequency", "ratio": 0.5, "calibration": saved(ROWS)}
+    with pytest.raises(LeafError, match="layer 0: router/nf4_.* fold it first"):
+        SURGERIES["experts"](quantised, asked)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fusing import apart, logits, model_of
-from tiny_models import TEXT, config_of, save_tiny
+from tiny_models import LLAMA, TEXT, config_of, random_params, save_tiny, with_experts
 from tiny_runs import refused, small_run
 
 from ffn_heterogeneity.adapters import gates, kernel_readers
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.hf.peft import save_adapters
-from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.sparsity_terms import score_norm_term, size_term
 from ffn_heterogeneity.losses.terms import TermContext
@@ -267,3 +267,12 @@ def test_scores_train_alone_and_weights_train_under_their_masks(tmp_path):
     assert set(start) == set(end)
     still = {path.split("/")[-1] for path in end if np.array_equal(start[path], end[path])}
     assert still == {"mask"}
+
+
+@pytest.mark.parametrize("name", ["scores", "gates"])
+def test_routers_are_left_alone_by_default(name):
+    config = with_experts(LLAMA, 4, top_k=2)
+    model = Model(config, random_params(config), None, "experts")
+    _, report = SURGERIES[name](model, {}, key=jax.random.key(0))
+    names = {path.rpartition("/")[2] for path in report["adapted"]}
+    assert names == {"gate", "up", "down"}

@@ -126,11 +126,6 @@ def test_a_regression_and_a_part_that_is_held_out(files, tmp_path):
     assert isinstance(value, float)
 
 
-def test_rows_are_held_out_of_the_training_rows_or_given(files, tmp_path):
-    config = config_for(files, data__validation_fraction=0.2)
-    refused("validation_fraction=0.2 holds out rows of data.path", training.run, config, tmp_path)
-
-
 SLOW = (("roberta", "last"), ("llama", "last"), ("bert", "p32"), ("roberta", "p32"))
 SLOW_READERS = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 

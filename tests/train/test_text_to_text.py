@@ -10,6 +10,7 @@ from tiny_runs import refused
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.data.glue import PROMPTS
+from ffn_heterogeneity.data.packing import Encoder, ExampleReader
 from ffn_heterogeneity.data.pipeline import make_pipeline
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks import get_task
@@ -111,6 +112,9 @@ def test_what_has_no_responses_is_rejected(files, tmp_path):
     config.data.task = "text"
     refused("the prompts of one task", training.run, config, tmp_path / "a", error=DataError)
     config = config_for(files, target_len=0)
+    encoder, task = Encoder(byte_tokenizer(), eos=False), get_task("glue_sst2")
+    given = (task, Fields(""), None, encoder, 24, 1, False)
+    refused("end with an eos", ExampleReader, *given, decoder=(12, 0), error=DataError)
     refused("target_len=0", training.run, config, tmp_path / "b")
     llama = tiny_of("llama", 2)
     save_pretrained(llama, random_params(llama), tmp_path / "llama")

@@ -86,6 +86,7 @@ def save_gguf(
     fields |= {f"general.{key}": value for key, value in facts.items() if source and value}
     tensors = _tensors(config, family, leaves)
     back = _read_back(config, family, tensors)
+    # Several families may have one architecture (Mistral is read as a Llama).
     names = [name for name in vars(config) if name not in ("eos_id", "generation", "family")]
     if differ := [name for name in names if getattr(back, name) != getattr(config, name)]:
         raise CheckpointError(

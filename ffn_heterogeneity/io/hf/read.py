@@ -31,7 +31,7 @@ from ffn_heterogeneity.wording import first_line, some
 
 _HUB_PATTERNS = ["config.json", GENERATION, "model.safetensors", "model-*.safetensors"]
 _HUB_PATTERNS += [safetensors.INDEX, "structure/*", *tokenizer_files.FILES]
-_HUB_PATTERNS += [peft.CONFIG, peft.WEIGHTS]
+_HUB_PATTERNS += [peft.CONFIG, peft.WEIGHTS]  # of a repository with adapters alone
 
 
 def read_config(directory: str | os.PathLike) -> ModelConfig:
