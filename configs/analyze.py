@@ -61,7 +61,7 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
         return config
     if analysis == "experts":
         config = perplexity.get_config()  # text: a file, or a directory; window ...
-        del config.document
+        del config.document, config.compute_dtype  # in float32
         config.update({"analysis": analysis, "max_windows": 20})
         config.against = ()  # directories of other models, of other seeds for example
         return config

@@ -31,6 +31,7 @@ class ExpertSettings(PerplexitySettings):
       against: directories of other models of the same tokenizer and shape.
     """
 
+    compute_dtype: str = "float32"
     against: tuple[str, ...] = ()
 
 
@@ -64,7 +65,7 @@ def experts(settings: ExpertSettings, model: Model, workdir: epath.Path) -> dict
         _check(name, other, model)
     models = [model, *others.values()]
     trees = [unstack(one.params)["layers"] for one in models]
-    texts = [ExpertText(one, rows) for one in models]
+    texts = [ExpertText(one, rows, settings.batch_size) for one in models]
     layers, table = [], []
     for i, layer in enumerate(bar("experts", model.config.layers, unit="layer")):
         if layer.experts is not None:

@@ -121,19 +121,23 @@ def _damages(
     logged = read_metrics(workdir / "metrics.jsonl")
     done = {(row["layer"], row["neuron"]): float(row["nll"]) for row in logged}
     tree, states, at = unstack(model.params), None, None
-    rows, options = settings.rows(model), settings.options
+    rows, options, size = settings.rows(model), settings.options, settings.batch_size
+    starts = range(0, len(rows), size)
+    places = np.arange(rows[:, 1:].size, dtype=np.int32).reshape(rows[:, 1:].shape)
     with MetricsWriter(workdir, resume_step=len(chosen), tensorboard=False) as writer:
         for step, (layer, neuron) in enumerate(bar("lesions", chosen)):
             if (layer, neuron) in done:
                 continue
             if states is None:
-                tokens = [{"tokens": rows[:, :-1]}]
+                tokens = [{"tokens": rows[i : i + size, :-1]} for i in starts]
                 seen = observe(model.config, model.params, tokens, BLOCK_INPUT, options=options)
                 states = seen[BLOCK_INPUT.name]
             if at != layer:
                 at, (config, params) = layer, resumed(model.config, tree, states[layer], layer)
                 params = jax.device_put(params)
-            nll = float(_nll(config, options, params, rows[:, 1:], neuron))
+            batches = ((places[i : i + size], rows[i : i + size, 1:]) for i in starts)
+            total = sum(float(_nll(config, options, params, *one, neuron)) for one in batches)
+            nll = total / places.size
             done[layer, neuron] = nll
             writer.write(step, {"layer": layer, "neuron": neuron, "nll": nll})
     return done
@@ -153,20 +157,19 @@ def resumed(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _nll(config, options, params, targets, neuron):
-    """Mean NLL without one neuron of the first layer; -1: no removal."""
+def _nll(config, options, params, places, targets, neuron):
+    """Sum of the NLL at some places without one neuron of the first layer; -1: no removal."""
     first_slot = slots(params)[0]
     kernel = first_slot.tree["ffn"]["down"]["kernel"]
     lost = (jnp.arange(kernel.shape[1]) == neuron)[None, :, None]
     first = (jnp.arange(kernel.shape[0]) == 0)[:, None, None]
     path = f"{first_slot.path}/ffn/down/kernel"
     params = replaced(params, path, jnp.where(lost & first, 0, kernel))
-    places = jnp.arange(targets.size, dtype=jnp.int32).reshape(targets.shape)
     batch = {"tokens": places}
     hidden = forward(config, params, batch, options=options)["hidden"]
     counted, head = jnp.ones(targets.shape, bool), params["head"]["kernel"]
-    sums = chunked_nll(hidden, head, targets, counted, layout="dv", softcap=config.final_softcap)
-    return sums.total / sums.count
+    softcap = config.final_softcap
+    return chunked_nll(hidden, head, targets, counted, layout="dv", softcap=softcap).total
 
 
 def _say(result: dict) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import numbers
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -127,6 +128,10 @@ def evaluate_tasks(
         "bootstrap_iters": 0,
         "log_samples": settings.save_samples,
     }
+    if settings.num_fewshot and not pack:
+        for name, task in (pair for job in jobs.values() for pair in job.tasks.items()):
+            if task.get_config("num_fewshot") == 0:
+                print(f"{name}: no examples, as its definition says", file=sys.stderr)
     samples_dir = workdir / "samples" if settings.save_samples else None
     rows: dict[str, dict[str, Any]] = {}
     for name in list(jobs):

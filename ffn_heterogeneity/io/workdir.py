@@ -316,6 +316,12 @@ def stage_of(path: str) -> str:
     return match[1] if match else ""
 
 
+def paths_in_stages(config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """{key: (stage, rest of the path)} of the paths that are in the folder of a stage."""
+    texts = {key: x for key, x in flatten_config(config).items() if isinstance(x, str)}
+    return {key: (stage_of(x), x.partition("/")[2]) for key, x in texts.items() if stage_of(x)}
+
+
 def _series(directory: str) -> bool:
     return any(entry.name.isdigit() and entry.is_dir() for entry in os.scandir(directory))
 

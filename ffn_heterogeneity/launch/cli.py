@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import errno
 import os
 import re
 import sys
@@ -28,6 +29,15 @@ from ffn_heterogeneity.wording import check_known, naming, nearest, unknown
 
 # Errors that a user can cause and fix; all others show a traceback.
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
+# Of these, trouble of a disk, a network or a machine, which may have passed at the next start.
+PASSING = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EAGAIN", "EBUSY", "EDQUOT", "EIO", "EMFILE", "ENFILE", "ENOLCK", "ENOMEM", "ENOSPC"),
+        *("ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH"),
+        *("ENOTCONN", "EPIPE", "ESTALE", "ETIMEDOUT"),
+    )
+)
 # Optional packages and the extras that install them.
 EXTRAS = {
     "grain": "train",
@@ -281,7 +291,10 @@ def _own_flags() -> list[flags.Flag]:
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """End the program with one line and exit code 2 if the block raises a user's error."""
+    """End the program with one line if the block raises a user's error.
+
+    The exit code is 2, or 1 if its cause may have passed at the next start (`PASSING`).
+    """
     try:
         yield
     except (*USER_ERRORS, flags.Error) as error:
@@ -289,7 +302,9 @@ def errors_in_one_line() -> Iterator[None]:
             traceback.print_exception(error)
         where = " (--traceback shows where)" if isinstance(error, KeyError) else ""
         print(f"error: {one_line(error)}{where}", file=sys.stderr)
-        sys.exit(2)
+        causes = (error, error.__cause__ or error.__context__)
+        passing = any(isinstance(x, OSError) and x.errno in PASSING for x in causes)
+        sys.exit(1 if passing else 2)
 
 
 def one_line(error: BaseException) -> str:

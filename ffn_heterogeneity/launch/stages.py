@@ -23,7 +23,13 @@ from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.hf.card import push_directory
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.io.rows import flatten_config
-from ffn_heterogeneity.io.workdir import WorkdirError, release_workdir, stage_of, what_is_computed
+from ffn_heterogeneity.io.workdir import (
+    WorkdirError,
+    paths_in_stages,
+    prepare_workdir,
+    release_workdir,
+    what_is_computed,
+)
 from ffn_heterogeneity.launch.commands import COMMANDS, Command
 from ffn_heterogeneity.parallel.processes import on_main, say
 from ffn_heterogeneity.train.shared import Shared
@@ -78,7 +84,7 @@ def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) 
     if not names:
         raise ValueError("stages is empty: name at least one")
     for i, stage in enumerate(stages):
-        for key, (name, _) in _paths_in_stages(stage.config).items():
+        for key, (name, _) in paths_in_stages(stage.config.to_dict()).items():
             if name not in names[:i]:
                 raise ValueError(f"stage {stage.name!r}: {key}: no stage {name!r} is before it")
     root, results = epath.Path(workdir), {}
@@ -119,19 +125,14 @@ def _peak_memory() -> int:
     return peak
 
 
-def _paths_in_stages(config: ConfigDict) -> dict[str, tuple[str, str]]:
-    """{key: (stage, rest of the path)} of the paths that are in the folder of a stage."""
-    texts = {key: x for key, x in flatten_config(config.to_dict()).items() if isinstance(x, str)}
-    return {key: (stage_of(x), x.partition("/")[2]) for key, x in texts.items() if stage_of(x)}
-
-
 def _run_stage(
     stage: Stage, model: str, folder: epath.Path, folders: Mapping[str, epath.Path]
 ) -> None:
     config = stage.config.copy_and_resolve_references()
     config.model = model
-    paths = {key: folders[name] / rest for key, (name, rest) in _paths_in_stages(config).items()}
     texts = flatten_config(config.to_dict())
+    inside = paths_in_stages(config.to_dict()).items()
+    paths = {key: folders[name] / rest for key, (name, rest) in inside}
     if missing := [key for key, path in paths.items() if not path.exists()]:
         raise ValueError(
             f"stage {stage.name!r}: {missing[0]}={texts[missing[0]]}: that stage has not written "
@@ -139,13 +140,28 @@ def _run_stage(
         )
     config.update_from_flattened_dict({key: os.fspath(path) for key, path in paths.items()})
     run = functools.partial(stage.command, config, folder, Shared(keep_model=False))
-    on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
+    on_main(lambda: _claim(folder, config))
     try:
         run() if stage.command.together else on_main(run)
     except Exception:
         # Lets the corrected command use the same directory.
         on_main(lambda: release_workdir(folder))
         raise
+
+
+def _claim(folder: epath.Path, config: ConfigDict) -> None:
+    """Claim a stage's folder, so that a start with other settings does not add to its results.
+
+    Raises:
+      WorkdirError: it has results of other settings.
+    """
+    try:
+        prepare_workdir(folder, config.to_dict())
+    except WorkdirError:
+        if not release_workdir(folder):
+            raise
+        # It was stopped before there was anything to resume.
+        prepare_workdir(folder, config.to_dict())
 
 
 def effect_of(results: Mapping[str, Mapping]) -> str:

@@ -249,9 +249,10 @@ def run_here(kind: str, todo: Sequence[PointRun], shared: Shared) -> dict[str, s
 
 
 def run_one(kind: str, task: PointRun, shared: Shared) -> None:
-    """Claim a point's directory and run it."""
+    """Claim a point's directory and run it, unless another process has finished it meanwhile."""
     with working_in(task.directory, task.config.to_dict()):
-        experiment.run(task.config, task.directory, shared, kind)
+        if not task.finished:
+            experiment.run(task.config, task.directory, shared, kind)
 
 
 def run_alone(kind: str, task: PointRun, command_line: Sequence[str]) -> str | None:

@@ -31,7 +31,7 @@ from ffn_heterogeneity.io.load import Model, load_tokenizer
 from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.io.rows import write_results
-from ffn_heterogeneity.io.workdir import UNSTARTED, finished, working_in
+from ffn_heterogeneity.io.workdir import UNSTARTED, finished, paths_in_stages, working_in
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import to_host
 from ffn_heterogeneity.parallel.processes import answer, on_main, say
@@ -51,6 +51,7 @@ from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.wording import some, spans
 
 SEEDS_APART = 1_000  # difference between the seeds of successive attempts
+MOVING = "failed_attempt"  # folder in `set_aside`
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:
@@ -96,6 +97,7 @@ def try_seeds(config: TrainConfig, workdir: epath.Path, shared: Shared, start: f
     The files of a failed attempt are moved to <workdir>/diverged_<n>, so that a resumed run knows
     its attempt.
     """
+    on_main(lambda: (workdir / MOVING).exists() and set_aside(workdir))
     for attempt in itertools.count(len(diverged(workdir))):
         seeded = dataclasses.replace(config, seed=config.seed + attempt * SEEDS_APART)
         try:
@@ -104,7 +106,7 @@ def try_seeds(config: TrainConfig, workdir: epath.Path, shared: Shared, start: f
             if attempt >= config.retries:
                 raise
             say(f"{error}; starting again with seed {seeded.seed + SEEDS_APART}")
-            on_main(functools.partial(set_aside, workdir, attempt))
+            on_main(functools.partial(set_aside, workdir))
 
 
 def diverged(workdir: epath.Path) -> list[epath.Path]:
@@ -112,13 +114,17 @@ def diverged(workdir: epath.Path) -> list[epath.Path]:
     return [*workdir.glob("diverged_*")]
 
 
-def set_aside(workdir: epath.Path, attempt: int) -> None:
-    """Move the outputs of a failed attempt to a separate folder."""
-    folder = workdir / f"diverged_{attempt}"
+def set_aside(workdir: epath.Path) -> None:
+    """Move the outputs of a failed attempt to diverged_<n>; if interrupted, the next start ends it.
+
+    The folder gets this name last, because its existence begins the next attempt.
+    """
+    folder = workdir / MOVING
     folder.mkdir(parents=True, exist_ok=True)
     for name in UNSTARTED:
         if (workdir / name).exists():
             (workdir / name).rename(folder / name)
+    folder.rename(workdir / f"diverged_{len(diverged(workdir))}")
 
 
 def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float) -> None:
@@ -185,7 +191,8 @@ def examine(config: ConfigDict) -> None:
     revision = None if source.is_fresh else source.revision
     tokenizer = load_tokenizer(source.model or source.tokenizer, revision=revision)
     check_vocabulary(tokenizer, built.model.vocab_size, source.model or "the new model")
-    built.open_data(tokenizer)
+    if not paths_in_stages(config.to_dict()):  # written before this stage begins
+        built.open_data(tokenizer)
     described(built, settings.loop.steps)
 
 

@@ -93,8 +93,8 @@ def with_kernel(
     """Return `options` with the kernel that its `attention` selects, from static facts only.
 
     If heads and rows are suitable, "auto" selects cuDNN's fused kernel on a GPU (half precision, no
-    soft-cap, heads of at most 128, 256 on Hopper and later) and splash attention on a TPU (row
-    lengths that are multiples of 128). Otherwise it selects "xla", the blocked form.
+    soft-cap, heads of at most 128, 256 on Hopper and later, even lengths) and splash attention on a
+    TPU (row lengths that are multiples of 128). Otherwise it selects "xla", the blocked form.
 
     Args:
       length: T.
@@ -130,6 +130,8 @@ def with_kernel(
         half = options.compute_dtype in (jnp.bfloat16, jnp.float16)
         fits_cudnn = config.attention_softcap is None and config.head_dim % 8 == 0
         fits_cudnn &= config.head_dim <= _largest_head()
+        # With a mask, rows of odd lengths have no gradient there; one token (decoding) needs none.
+        fits_cudnn &= length == 1 or length % 2 == 0
         name = "xla"
         if options.on == "gpu" and half and fits_cudnn:
             name = "cudnn"

@@ -228,9 +228,11 @@ def forward_cached(
         cache = {**cache, segment: {**cache[segment], slot: seen.cache.leaves}}
         return (causal_lm.hold(x, options.activations), cache), {}
 
+    first = config.stacks["decoder"][0]
     repeats = [
         repeat
         for segment in segments
+        if segment.start >= first
         for repeat in range(segment.repeats)
         for _ in range(segment.slots)
     ]

@@ -287,9 +287,14 @@ def _decode(config, options, params, state, pads_b, hyper, done_b, eos, todo):
 
 
 def _computable(params: dict, dtype: Any) -> dict:
-    """Cast kernels and embeddings to the compute dtype; norms and biases are unchanged."""
+    """Cast kernels and embeddings to the compute dtype; norms, biases and routers are unchanged.
+
+    A router of rounded weights would choose other experts than in `causal_lm.forward`.
+    """
 
     def cast(path, leaf):
-        return leaf.astype(dtype) if path_str(path).endswith(("/kernel", "/embedding")) else leaf
+        path = path_str(path)
+        rounded = path.endswith(("/kernel", "/embedding")) and "/router/" not in path
+        return leaf.astype(dtype) if rounded else leaf
 
     return jax.tree_util.tree_map_with_path(cast, params)

@@ -47,6 +47,7 @@ class Sampling:
 
 # Settings of generation_config.json that are not used here, with values that change nothing.
 _SAMPLED = {"top_k": 0, "min_p": 0, "typical_p": 1}
+_DEFAULTS = {"top_k": 50}  # of transformers, where the file names none
 _UNREAD = {"repetition_penalty": 1, "no_repeat_ngram_size": 0, "num_beams": 1}
 
 
@@ -58,7 +59,8 @@ def own_settings(config: ModelConfig) -> dict[str, float]:
     values = json.loads(config.generation or "{}")
     sampled = bool(values.get("do_sample"))
     off = _UNREAD | (_SAMPLED if sampled else {})
-    unread = [f"{k}={values[k]}" for k in off if values.get(k) not in (None, off[k])]
+    given = _DEFAULTS | {name: value for name, value in values.items() if value is not None}
+    unread = [f"{k}={given[k]}" for k in off if given.get(k, off[k]) != off[k]]
     if unread:
         print(f"generation_config.json: not used here: {', '.join(unread)}", file=sys.stderr)
     settings = {"temperature": values.get("temperature"), "top_p": values.get("top_p")}
@@ -107,7 +109,9 @@ class AnswerSoFar:
                 break
         if self.tokenizer is None:
             return
-        self.text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        # Not every tokenizer that has the eos calls it special.
+        shown = self.tokens[:-1] if self.finish == "eos" else self.tokens
+        self.text = self.tokenizer.decode(shown, skip_special_tokens=True)
         cuts = [self.text.partition(stop)[0] for stop in self.sampling.stop if stop in self.text]
         if self.hidden:
             full_text = self.tokenizer.decode(self.tokens, skip_special_tokens=False)

@@ -166,7 +166,9 @@ class TrainLoop:
             try:
                 self._loop()
                 self.checkpoints.wait()  # a run whose last save failed is not done
-                done = self.step >= self.config.steps
+                # A signal in the last evaluation leaves it to the next start.
+                measured = not self.hooks or self.last_measured == self.step
+                done = self.step >= self.config.steps and measured
             finally:
                 self._profiler.close()
                 # Printed first: closing may also fail, or wait for a disk that does not respond.

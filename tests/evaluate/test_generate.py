@@ -136,21 +136,28 @@ def test_stop_strings_and_eos_end_a_text(generator):
     mixed = Sampling(max_new_tokens=CHUNK + 8, stop=(name + tokenizer.decode(tokens[place + 1]),))
     (stopped,) = made(PROMPTS[:1], mixed, progress=None)
     assert stopped.finish == "stop" and stopped.text == tokenizer.decode(tokens[:place])
+    # An eos that is no special token of the tokenizer is not text either.
+    made = Generator(BYTES, generator.params, byte_tokenizer(), batch_size=1)
+    ended = Sampling(max_new_tokens=CHUNK + 8, eos=(tokens[place],))
+    (one,) = made(PROMPTS[:1], ended, progress=None)
+    assert one.finish == "eos" and one.tokens == tokens[: place + 1]
+    assert one.text == byte_tokenizer().decode(tokens[:place])
     # A stop string that never comes costs nothing but its search.
     never = Sampling(max_new_tokens=CHUNK + 8, stop=("never-there",))
     assert generator(PROMPTS, never, progress=None) == complete
     # eos: that of the model ends the computation too.
-    eos = complete[1].tokens[2]
+    new = ((i, k) for i, row in enumerate(complete) for k in range(1, len(row.tokens)))
+    row, place = next((i, k) for i, k in new if complete[i].tokens[k] not in complete[i].tokens[:k])
+    eos = complete[row].tokens[place]
     ended = dataclasses.replace(BYTES, eos_id=(eos, 257))
     for made, sampling in (
         (Generator(ended, generator.params, byte_tokenizer(), batch_size=4), Sampling(CHUNK + 8)),
         (generator, Sampling(CHUNK + 8, eos=(eos,))),
     ):
-        one = made(PROMPTS, sampling, progress=None)[1]
-        first = complete[1].tokens.index(eos)
-        assert one.tokens == complete[1].tokens[: first + 1] and one.finish == "eos"
+        one = made(PROMPTS, sampling, progress=None)[row]
+        assert one.tokens == complete[row].tokens[: place + 1] and one.finish == "eos"
         # All text before it is kept, also if it ends in the middle of a chunk.
-        assert one.text == made.tokenizer.decode(one.tokens, skip_special_tokens=True)
+        assert one.text == made.tokenizer.decode(one.tokens[:-1], skip_special_tokens=True)
         assert len(one.text) >= 1
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tiny_models import config_of, random_params, save_tiny, tiny_of
 
+from ffn_heterogeneity.evaluate import lesions
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.lesions import draw_neurons
 from ffn_heterogeneity.evaluate.perplexity import perplexity
@@ -48,6 +49,21 @@ def test_every_damage_is_that_of_the_whole_model(case):
         intact = layer_scores("entropy", unstack(params)["layers"][row["layer"]]["ffn"], layer=0)
         below = (intact < intact[row["neuron"]]).sum()
         assert row["entropy_rank"] == pytest.approx(below / (len(scores) - 1))
+
+
+def test_a_batch_is_as_large_as_asked(case):
+    *_, results, root, settings = case
+    config = config_of("analyze", "lesions", batch_size=1, **settings)
+    config.others = 0
+    seen = {(x["layer"], x["neuron"]): x["damage"] for x in results["neurons"]}
+    sizes = []
+    with pytest.MonkeyPatch.context() as patched:
+        real = lesions._nll
+        patched.setattr(lesions, "_nll", lambda *a: (sizes.append(len(a[3])), real(*a))[1])
+        neurons = evaluation.run(config, root / "one")["neurons"]
+    assert {*sizes} == {1} and len(neurons) == len(seen) - 5
+    for row in neurons:
+        assert row["damage"] == pytest.approx(seen[row["layer"], row["neuron"]], abs=2e-6)
 
 
 def test_it_goes_on(case):

@@ -51,6 +51,23 @@ def test_hostile_programs_fail(mechanism, name):
     assert time.monotonic() - start < LIMITS.wall_seconds + 10
 
 
+def test_a_sandbox_that_could_not_start_is_tried_again(monkeypatch):
+    wanted, tried = Outcome(True, "passed", "", "", 0.1), []
+
+    def busy(*_):
+        tried.append(BlockingIOError(11, "no process") if tried else SandboxError("not ready"))
+        if len(tried) < 3:
+            raise tried[-1]
+        return wanted
+
+    monkeypatch.setattr(sandbox, "run_once", busy)
+    monkeypatch.setattr(sandbox, "PAUSES", (0, 0))
+    assert run_code("", allow=True, mechanism="bwrap") == wanted
+    monkeypatch.setattr(sandbox, "PAUSES", ())
+    tried.clear()
+    refused("not ready", run_code, "", allow=True, mechanism="bwrap")
+
+
 @BOTH
 def test_many_files(mechanism):
     program = "i = 0\nwhile True:\n  open(f'{i}', 'w').close()\n  i += 1"

@@ -95,6 +95,17 @@ def test_stock_groups_and_tags(stock, model):
     assert rows["mean"]["n"] == 7 and "acc_norm" not in rows["mean"]
 
 
+def test_a_task_without_examples_by_its_definition_is_named(stock, model, tmp_path, capsys):
+    task_file(tmp_path, "bare", 3, num_fewshot=0)
+    settings = {"fewshot_split": "validation"}
+    task_file(tmp_path, "shown", 3, **settings)
+    config = config_of("harness", model="x", tasks=("bare", "shown"), num_fewshot=1)
+    rows = evaluated(config, model)
+    assert (rows["bare"]["shots"], rows["shown"]["shots"]) == (0, 1)
+    said = capsys.readouterr().err
+    assert "bare: no examples, as its definition says" in said and "shown: no" not in said
+
+
 def test_foreign_code_tasks_are_refused(stock, model, tmp_path):
     """The harness would run the model's programs in this process, without a sandbox."""
     task_file(tmp_path, "coding", 2, unsafe_code=True)

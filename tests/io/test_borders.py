@@ -25,6 +25,7 @@ from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_config, load_model
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.generate import Generator, Sampling
+from ffn_heterogeneity.models.sampling import own_settings
 
 TEXTS = ["a good film", "a bad day", "x"]
 PAIRS = [("a good film", "no"), ("bad", "so long a day")]
@@ -211,7 +212,7 @@ def new_at(tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("own", [{"eos_token_id": [1, 7]}, {"do_sample": True, "top_p": 0.5}])
-def test_generation_config_is_kept_and_used(tmp_path, torch, own):
+def test_generation_config_is_kept_and_used(tmp_path, torch, own, capsys):
     save_tiny(tmp_path / "m")
     rewrite(tmp_path / "m", "generation_config.json", _from_model_config=None, temperature=0.6)
     rewrite(tmp_path / "m", "generation_config.json", **own)
@@ -224,6 +225,10 @@ def test_generation_config_is_kept_and_used(tmp_path, torch, own):
         assert load_model(tmp_path / export).config == smaller.config
     prompt = model.tokenizer.encode("a neuron")
     greedy = Generator(model.config, model.params, model.tokenizer)([prompt], Sampling(12))[0]
+    sampled = own_settings(model.config)
+    assert sampled == ({"temperature": 0.6, "top_p": 0.5} if "top_p" in own else {})
+    # The default of transformers, which no file needs to name.
+    assert ("not used here: top_k=50" in capsys.readouterr().err) == ("top_p" in own)
     if "eos_token_id" in own:
         assert model.config.stop_ids == (1, 7)
         i = new_at(greedy.tokens)

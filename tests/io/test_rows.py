@@ -14,6 +14,7 @@ from tiny_runs import read_rows as rows_in
 from tiny_runs import refused, small_run, write_rows
 
 import ffn_heterogeneity as fh
+from ffn_heterogeneity.evaluate.answer_metrics import wilson_interval
 from ffn_heterogeneity.evaluate.chat.judge import pairwise_summary, single_summary
 from ffn_heterogeneity.io.rows import FIELDS, MAX_LINE, read_rows, rows_of
 from ffn_heterogeneity.report.frame import units
@@ -132,6 +133,21 @@ def test_the_rows_of_a_judge():
     assert not [what for what in by_name if not listed(what)] and by_name["by_turn/2"]["value"] == 4
     ends = [(by_name[name]["how"], by_name[name]["n"]) for name in ("score", "win_rate")]
     assert ends == [("normal", 2), ("Wilson", 2)]
+    # Two turns of a question that always agree are one draw.
+    pairs = (("model_1",) * 2, ("model_2",) * 2, ("tie",) * 2, ("model_1", "model_2"))
+    rows = [
+        {"question_id": i, "turn": turn, "score": float(i), "g1_winner": a, "g2_winner": b}
+        for i, (a, b) in enumerate(pairs)
+        for turn in (1, 2)
+    ]
+    single, pairwise = (
+        single_summary(rows, dict.fromkeys(range(4), "math")),
+        pairwise_summary(rows, {}),
+    )
+    half = 1.96 * np.std(range(4), ddof=1) / 2
+    assert single["score_high"] - single["score"] == pytest.approx(half)
+    assert (pairwise["win_rate_low"], pairwise["win_rate_high"]) == wilson_interval(2, 4)
+    assert (single["n"], single["questions"]) == (pairwise["n"], pairwise["questions"]) == (8, 4)
 
 
 def test_a_run_over_seeds_is_its_seeds_and_settings_are_columns(runs):

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.workdir import WorkdirError, working_in
-from ffn_heterogeneity.launch import experiment, stages
+from ffn_heterogeneity.launch import evaluate, experiment, stages
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.tree import flatten
 
@@ -193,6 +194,31 @@ def test_a_setting_that_the_base_has_not(files, tmp_path, group, key, message):
     with config.unlocked():
         functools.reduce(lambda node, name: node[name], group.split("."), config)[key] = 0.5
     refused(message, experiment.run, config, tmp_path / "run")
+
+
+def test_partial_results_of_other_settings_are_not_continued(files, tmp_path, monkeypatch):
+    """A killed stage's folder is free for other settings only if nothing in it is resumed."""
+    run, one = tmp_path / "run", {"stages": ("score",)}
+    for output in ("tokens.txt", "tasks/piqa.json"):
+
+        def killed(config, folder, output=output):
+            (folder / output).parent.mkdir(exist_ok=True)
+            (folder / output).write_text("{}")
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+            stopped.setattr(evaluate, "run", killed)
+            experiment.run(staged(files, **one), run)
+        other = staged(files, score__window=8, **one)
+        if "/" in output:
+            refused("00_score holds another run .window", experiment.run, other, run)
+            assert experiment.run(staged(files, **one), run)
+            continue
+        with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+            stopped.setattr(evaluate, "run", killed)
+            experiment.run(other, run)
+        assert json.loads((run / "00_score/config.json").read_text())["window"] == 8
+        shutil.rmtree(run)
 
 
 @pytest.mark.parametrize(

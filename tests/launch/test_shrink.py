@@ -28,6 +28,12 @@ def shrunk(files, workdir, words="", **changes):
     return experiment.run(config, workdir)["stages"]
 
 
+def test_a_sweep_over_it_is_checked_before_there_is_a_text(files):
+    experiment.examine(config_of("shrink", str(files[0]), **SMALL))
+    missing = config_of("shrink", str(files[0]), **SMALL, recover__data__path="nowhere.jsonl")
+    refused("nowhere.jsonl", experiment.examine, missing)
+
+
 def leaves_of(directory):
     return flatten(load_model(str(directory)).params)
 

@@ -124,6 +124,10 @@ def test_finished_points_are_skipped(spec, alphas, monkeypatch, capsys):
     again = sweep_run.run(small(spec), alphas[0], spec=spec, sweep="alpha")
     assert (again["ran"], again["finished"]) == (0, 5)
     assert "0 runs to do, 5 finished before" in capsys.readouterr().err
+    # Another process of the same sweep finished them after this one began.
+    one = sweep_run.points_of(spec, "alpha", small(spec))[1][0]
+    task = sweep_run.PointRun(one, sweep_run.apply(small(spec), one), alphas[0] / one.name)
+    sweep_run.run_one("train", task, shared.Shared())
 
 
 def test_another_sweep_or_another_setting_is_refused(spec, alphas):

@@ -326,6 +326,8 @@ def test_kernel_choice_is_static_and_says_no_clearly():
     for config, platform, length, in_order, expected in (
         (CONFIG, None, 256, True, "xla"),
         (CONFIG, "gpu", 300, False, "cudnn"),
+        (CONFIG, "gpu", 301, False, "xla"),
+        (CONFIG, "gpu", 1, False, "cudnn"),
         (capped, "gpu", 256, True, "xla"),
         (dataclasses.replace(CONFIG, head_dim=136), "gpu", 256, True, "xla"),
         (capped, "tpu", 256, True, "splash"),

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, our_logits, random_params, tiny_of
 
-from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models import causal_lm, generate
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.decoding import cache_length, forward_cached, layers_apart, make_cache
+from ffn_heterogeneity.models.sampling import Sampling
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -145,3 +147,29 @@ def test_the_cache_is_updated_in_place(apart):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < size / 2, (memory.temp_size_in_bytes, size)
+
+
+def test_a_decoder_deeper_than_its_encoder_has_its_own_caches(monkeypatch):
+    """With stacked layers, too; each as the same layers one by one."""
+    config = dataclasses.replace(tiny_of("t5", 4), eos_id=None, vocab_size=32)
+    first, last = config.layers[0], config.layers[-1]
+    wide = dataclasses.replace(first, ffn_width=first.ffn_width + 8)
+    for encoder, decoder in (((first,) * 2, 4), ((first, wide, first), 3)):
+        layers = (*encoder, *(last,) * decoder)
+        deeper = dataclasses.replace(config, layers=layers, n_encoder_layers=len(encoder))
+        params, prompts = random_params(deeper), [[5, 9, 2], [4]]
+        answers = []
+        for change in (layers_apart, lambda params: params):
+            monkeypatch.setattr(generate, "layers_apart", change)
+            made = generate.Generator(deeper, params)
+            answers.append([x.tokens for x in made(prompts, Sampling(8), progress=None)])
+        assert answers[0] == answers[1]
+
+
+def test_a_router_is_not_rounded_for_generation():
+    """So that its choices are those of the forward pass."""
+    params = random_params(MODELS["mixtral"], dtype=np.float32)
+    cast = flatten(generate._computable(params, jnp.bfloat16))
+    dtypes = {path: str(leaf.dtype) for path, leaf in cast.items() if path.endswith("/kernel")}
+    assert {*dtypes.values()} == {"float32", "bfloat16"}
+    assert all((dtype == "float32") == ("/router/" in path) for path, dtype in dtypes.items())

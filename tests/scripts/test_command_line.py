@@ -1,6 +1,8 @@
 """Every script's command line: help, flags, and one clear line for a user's mistake."""
 
+import errno
 import json
+import os
 import re
 import sys
 
@@ -10,6 +12,7 @@ from tiny_models import LLAMA, REPOSITORY, random_params, run_script
 from tiny_runs import flags_of, run_program
 
 from ffn_heterogeneity.data.tasks import tasks
+from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.models.stack import unstack
@@ -214,6 +217,24 @@ def test_a_real_process_fails_with_one_line():
     assert done.code == 2 and done.out == ""
     lines = done.err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: unknown config key 'modle', did you")
+
+
+def test_trouble_that_may_have_passed_has_its_own_code():
+    """So that again.sh starts the command again."""
+
+    def code(error, cause=None):
+        with pytest.raises(SystemExit) as ended, cli.errors_in_one_line():
+            try:
+                raise cause or error
+            except OSError:
+                raise error from None
+        return ended.value.code
+
+    for number in (errno.ENOSPC, errno.EIO, errno.ECONNRESET, errno.ESTALE):
+        trouble = OSError(number, os.strerror(number))
+        assert code(trouble) == 1 and code(CheckpointError("not written"), trouble) == 1
+    for mistake in (FileNotFoundError(errno.ENOENT, "no file"), OSError("no model")):
+        assert code(mistake) == 2 and code(CheckpointError("not read"), mistake) == 2
 
 
 def test_answers_are_on_stdout_and_notes_on_stderr(model, text, tmp_path):

@@ -11,6 +11,7 @@ from ffn_heterogeneity.data.glue import get_task
 from ffn_heterogeneity.data.labelled import constant_loss
 from ffn_heterogeneity.evaluate.classify import classify
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.io.workdir import prepare_workdir
 from ffn_heterogeneity.launch import evaluate as evaluating
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.options import RunOptions
@@ -228,6 +229,14 @@ def test_a_run_that_is_not_finite_begins_anew(files, tmp_path, monkeypatch):
     results = training.run(config, tmp_path / "run")
     assert seeds == [7, 1007] and (results["seed"], results["retries"]) == (1007, 1)
     assert (tmp_path / "run" / "diverged_0" / "metrics.jsonl").exists()
+    # Stopped while the files were moved: the next start moves the rest before it begins.
+    prepare_workdir(tmp_path / "moving", config.to_dict())
+    (tmp_path / "moving" / "failed_attempt" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "moving" / "metrics.jsonl").write_text("{}\n")
+    seeds[:] = [0]
+    assert training.run(config, tmp_path / "moving")["retries"] == 1 and seeds == [0, 1007]
+    moved = {path.name for path in (tmp_path / "moving" / "diverged_0").iterdir()}
+    assert moved == {"checkpoints", "metrics.jsonl"}
     config.optimizer.learning_rate = 1e30
     seeds[:] = [0]
     with pytest.raises(TrainingDiverged):

@@ -165,19 +165,22 @@ def test_a_finished_run_is_not_trained_again(whole, tmp_path):
     assert again.step == 12 and again.stopped is None
 
 
-def test_a_signal_during_evaluation_is_made_up_for(whole, tmp_path):
+@pytest.mark.parametrize("step", [8, 12])
+def test_a_signal_during_evaluation_is_made_up_for(whole, tmp_path, step):
     loop = make_loop(tmp_path)
 
     def evaluate(inner, state, check_stop):
-        if loop.step == 8:
+        if loop.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return inner(state, check_stop)
 
     replace_hook(loop, evaluate)
-    assert loop.run().step == 8
-    assert not any("validation/nll" in row for row in metrics(tmp_path) if row["step"] == 8)
+    result = loop.run()
+    assert (result.step, result.stopped) == (step, "SIGTERM")  # not done, even at the last step
+    assert not any("validation/nll" in row for row in metrics(tmp_path) if row["step"] == step)
     again = make_loop(tmp_path).run()
     assert metrics(tmp_path) == metrics(whole[0]) and again.best == whole[1].best
+    assert again.stopped is None
 
 
 def test_an_evaluation_made_up_for_is_not_written_twice(whole, tmp_path):

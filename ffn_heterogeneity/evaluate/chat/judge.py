@@ -238,14 +238,23 @@ class Judge:
 
 
 def single_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, Any]:
-    """Mean rating of all turns with a 95% interval (normal), by turn and by category."""
+    """Mean rating of all turns with a 95% interval, by turn and by category.
+
+    The turns of a question are not independent, so the interval is for drawn questions: normal, of
+    a ratio of sums over questions [ours].
+    """
     scores = np.array([row["score"] for row in rows], np.float64)
     if not scores.size:
         return {"score": None}
-    half = 1.96 * scores.std(ddof=1) / scores.size**0.5 if scores.size > 1 else math.inf
     mean = float(scores.mean())
+    _, question = np.unique([str(row["question_id"]) for row in rows], return_inverse=True)
+    apart = np.bincount(question, scores - mean)  # of each question, the sum over its turns
+    half = math.inf
+    if (n := apart.size) > 1:
+        half = 1.96 * (n / (n - 1) * float(np.sum(apart**2))) ** 0.5 / scores.size
     return {
         "n": scores.size,
+        "questions": n,
         "interval": "normal",
         **with_ends("score", mean, mean - half, mean + half),
         "by_turn": _means(scores, [row["turn"] for row in rows]),
@@ -262,9 +271,10 @@ def _means(scores: np.ndarray, labels: Sequence[Any]) -> dict[str, float]:
 
 
 def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, Any]:
-    """Wins, losses and ties of the first model; win_rate counts a tie as half (Wilson's interval).
+    """Wins, losses and ties of the first model; win_rate counts a tie as half.
 
-    inconsistent: rows whose two verdicts differ (all of them ties).
+    Wilson's interval is for as many draws as there are questions, as if all turns of a question
+    agreed (wide at worst) [ours]. inconsistent: rows whose two verdicts differ (all of them ties).
     """
     pairs = [(row["g1_winner"], row["g2_winner"]) for row in rows]
     wins, losses = pairs.count(("model_1",) * 2), pairs.count(("model_2",) * 2)
@@ -273,8 +283,9 @@ def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, 
     counts["inconsistent"] = sum(first != second for first, second in pairs)
     if not pairs:
         return counts | {"win_rate": None}
-    points, n = wins + ties / 2, len(pairs)
-    return counts | with_ends("win_rate", points / n, *wilson_interval(points, n)) | {"n": n}
+    rate, questions = (wins + ties / 2) / len(pairs), len({row["question_id"] for row in rows})
+    ends = wilson_interval(rate * questions, questions)
+    return counts | with_ends("win_rate", rate, *ends) | {"n": len(pairs), "questions": questions}
 
 
 def _judge_all(

@@ -12,9 +12,11 @@ with a class that equals everything, or by searching the interpreter for the tok
 the last line was reached. With bubblewrap, only time limits the number of files in /tmp.
 """
 
+import contextlib
 import functools
 import shutil
 import sys
+import time
 from typing import NamedTuple
 
 from ffn_heterogeneity.evaluate.sandbox.one_program import (
@@ -32,6 +34,7 @@ WAY_OUT = (
     "kernel.unprivileged_userns_clone=1 on Debian; "
     "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; a privileged container)"
 )
+PAUSES = (1.0, 5.0)  # seconds between tries to set up a sandbox
 
 
 class Mechanism(NamedTuple):
@@ -71,6 +74,11 @@ def run_code(
             f"code a model wrote cannot be locked in here ({available().reason}), so it was not "
             f"run: {WAY_OUT}"
         )
+    for seconds in PAUSES:
+        # A busy machine may lack processes or memory for a moment.
+        with contextlib.suppress(SandboxError, OSError):
+            return run_once(mechanism or available().name, program, limits)
+        time.sleep(seconds)
     return run_once(mechanism or available().name, program, limits)
 
 

@@ -129,6 +129,7 @@ _HF_ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",  # of GPT-NeoX-20B
     "relu": "relu",
 }
 

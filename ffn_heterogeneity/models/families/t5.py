@@ -38,6 +38,7 @@ _KEYS = {
 }
 _SIZES = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
 _FFN = {"relu": ("plain", "relu"), "gated-gelu": ("gated", "gelu_tanh")}
+_FFN |= {"gated-silu": ("gated", "silu")}  # UL2
 
 
 def model(
