@@ -198,11 +198,10 @@ def examine(config: ConfigDict) -> None:
 
 def facts_of(built: Plan, source: str, weights: Mapping[str, float]) -> dict[str, Any]:
     """Facts of the run for `results.json`."""
-    trained = (int(size * np.mean(built.trainable[path])) for path, size in built.sizes.items())
     return {
         "model": source,
         "parameters": sum(built.sizes.values()),
-        "trainable_parameters": sum(trained),
+        "trainable_parameters": built.trained,
         "device": jax.devices()[0].device_kind,
         "compute_dtype": str(built.options.compute_dtype),
         "mesh": dict(built.mesh.shape),
@@ -255,7 +254,8 @@ def final_params(
 ) -> tuple[dict, int]:
     """Return (parameters, their step) of the last or the best step.
 
-    The best are those of a checkpoint, or those of `start()` if no evaluation was better.
+    The best are those of a checkpoint, or those of `start()` if no evaluation was better. The last
+    state is deleted if the checkpoint's is read.
     """
     best = result.best
     if config.export["weights"] != "best" or not best or best["step"] == result.step:
@@ -264,7 +264,12 @@ def final_params(
         say("no evaluation was better than the original model: exporting the original model")
         return start().params, 0
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.loop.keep)
-    state, _ = checkpoints.restore(result.state, best["step"])
+    wanted = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), result.state
+    )
+    for leaf in jax.tree.leaves(result.state):  # a device may not have room for both
+        leaf.delete()
+    state, _ = checkpoints.restore(wanted, best["step"])
     checkpoints.close()
     return state.params, best["step"]
 

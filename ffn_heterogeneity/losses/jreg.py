@@ -49,7 +49,8 @@ def jreg_term(
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         seen = outputs["probes"][probe.name][positions]
         weights = jnp.asarray(layer_weights(len(seen["sum"]), alpha), seen["sum"].dtype)
-        # Layers of two stacks have different numbers of tokens; all are divided by one.
+        # Layers of two stacks have different numbers of tokens; all are divided by one. So their
+        # means weigh micro-batches (and batches of evaluations) by the encoder's tokens [ours].
         count = seen["count"][0]
         psi_sums = seen["sum"] * (count / jnp.maximum(seen["count"], 1))
         metrics = {"psi": jax.lax.stop_gradient(psi_sums)}

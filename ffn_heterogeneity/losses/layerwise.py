@@ -58,6 +58,7 @@ def layerwise_term(
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         seen = outputs["probes"]["layerwise"]
         # The mean over layers of their means: two stacks have different numbers of tokens.
+        # Micro-batches count by the mean of both [ours].
         count = jnp.mean(seen["count"])
         sums = seen["sum"] * (count / jnp.maximum(seen["count"], 1))
         return TermValue(jnp.mean(sums), count, {"layers": jax.lax.stop_gradient(sums)})

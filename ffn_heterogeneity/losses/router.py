@@ -112,7 +112,9 @@ def _balance(sums: dict, pooled: bool, per_row: bool) -> jax.Array:
 
 
 def router_z_term(context: TermContext) -> LossTerm:
-    """The mean over tokens and layers of log(sum of exp(logits))^2 (ST-MoE, equation 5).
+    """The mean over layers of the means over tokens of log(sum of exp(logits))^2.
+
+    ST-MoE, equation 5. With two stacks, micro-batches count by the mean of their tokens [ours].
 
     Raises:
       ValueError: no layer has experts.

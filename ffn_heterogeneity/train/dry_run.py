@@ -6,6 +6,7 @@ communication at the links' bandwidth. If there is a compiler for the devices, t
 compiled for them, and its memory and collectives are the compiler's numbers.
 """
 
+import dataclasses
 import os
 import sys
 import time
@@ -24,8 +25,9 @@ from ffn_heterogeneity.models.stack import tree_segments
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import rows_of_micro_batch
 from ffn_heterogeneity.train import hlo
+from ffn_heterogeneity.train.build import auto_remat
 from ffn_heterogeneity.train.fit import LESS, compile_plan, state_bytes, what_would_fit
-from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target
+from ffn_heterogeneity.train.hardware import EXPECTED, GIB, TPUS, Target, find_target
 from ffn_heterogeneity.train.plan import Plan, plan
 from ffn_heterogeneity.train.settings import TrainConfig
 from ffn_heterogeneity.tree import flatten
@@ -47,6 +49,11 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
     """
     platform = None if config.dry_run == "here" else "accelerator"
     target = find_target(config.dry_run, choose_dtype(config.compute_dtype, platform))
+    if target.devices is None:  # a mesh without devices would be of this host's platform
+        platform = "tpu" if config.dry_run.partition(":")[0] in TPUS else "gpu"
+        remat = auto_remat(platform)[0] if config.remat == "auto" else config.remat
+        dtype = str(choose_dtype(config.compute_dtype, platform))
+        config = dataclasses.replace(config, compute_dtype=dtype, remat=remat)
     mesh = _mesh(config.mesh, target)
     rows_of_micro_batch(mesh, config.batch_size, config.accumulation)
     built, compilation = plan(config, mesh), None
@@ -71,7 +78,7 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
         "assumed": "; ".join(built.assumed),
         "parameters": sum(built.sizes.values()),
         "active_parameters": _active(built),
-        "trainable_parameters": _trained(built),
+        "trainable_parameters": built.trained,
         "bytes_per_device": state_bytes(built),
         "tokens_per_step": built.tokens,
         "flops_per_step": step_flops(built),
@@ -83,11 +90,6 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
     print(describe(report, target))
     print(f"plan: {workdir}/plan.json", file=sys.stderr)
     return report
-
-
-def _trained(built: Plan) -> int:
-    """Number of trainable parameters."""
-    return sum(size for path, size in built.sizes.items() if built.trainable[path])
 
 
 def _active(built: Plan) -> int:
@@ -244,7 +246,7 @@ def _bytes_sent(built: Plan) -> float:
     """
     shape, width = built.mesh.shape, jnp.dtype(built.options.compute_dtype).itemsize
     data, fsdp, tensor = (shape[axis] for axis in partition.MESH_AXES)
-    gradients = 4 * _trained(built) / tensor
+    gradients = 4 * built.trained / tensor
     sent = (fsdp - 1) / fsdp * (_passes(built) * _weight_bytes(built) / tensor + gradients)
     sent += 2 * (data - 1) / data * gradients / fsdp
     ends, rows = built.model.stacks, row_lengths(built)

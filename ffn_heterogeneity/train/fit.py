@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import cut, local_rows, place_batch, place_scalars
@@ -141,7 +142,7 @@ def described(plan: Plan, steps: int) -> str:
     Raises:
       ValueError: the training state alone does not fit, so no batch size would help.
     """
-    held, have = state_bytes(plan), memory_of(plan.mesh.local_devices)
+    held, have = state_bytes(plan), _room(plan)
     del held["gradients"]  # part of the step
     parts = ", ".join(f"{size / GIB:.2f} GiB {kind}" for kind, size in held.items() if size)
     if (need := sum(held.values())) > have:
@@ -151,6 +152,14 @@ def described(plan: Plan, steps: int) -> str:
         f"{count:,} parameters, computed in {plan.options.compute_dtype}: {parts}; "
         f"{plan.tokens:,} tokens per step, {steps * plan.tokens:,} in total"
     )
+
+
+def _room(plan: Plan) -> float:
+    """Memory of a device; of several processes the least, so that all choose the same program."""
+    have = memory_of(plan.mesh.local_devices)
+    if jax.process_count() == 1:
+        return have
+    return float(np.min(multihost_utils.process_allgather(np.float32(have))))
 
 
 def compile_checked(plan: Plan, state: TrainState) -> tuple[Plan, float]:
@@ -163,7 +172,7 @@ def compile_checked(plan: Plan, state: TrainState) -> tuple[Plan, float]:
     """
     say("compiling the train step ...")
     start = time.perf_counter()
-    have = memory_of(plan.mesh.local_devices)
+    have = _room(plan)
     plan, _, memory = compile_plan(plan, have, state)
     need = memory["together"]
     if need > have:

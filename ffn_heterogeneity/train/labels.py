@@ -128,6 +128,12 @@ def _data(
         return labelled.encode_rows(task, source, tokenizer, form)
 
     train, sets = _sets(settings, task, read)
+    if most := (config.max_batches or 0) * size:  # drawn, because batches are sorted by length
+        rng = np.random.default_rng(0)
+        sets = {
+            name: labelled.chosen_rows(data, np.sort(rng.permutation(len(data))[:most]))
+            for name, data in sets.items()
+        }
     tests = {"test": read(settings.test_path, "test")} if settings.test_path else {}
     if len(np.unique(train.targets)) < 2:
         first = train.targets[0] if task.regression else repr(task.labels[int(train.targets[0])])

@@ -92,7 +92,9 @@ def _perplexities(
     The rows are counted over the batches of all processes, which this process reads again.
     """
     history, step = results.get("history", ()), results.get("exported_step")
-    nll = {row["step"]: row["validation/nll"] for row in history if "validation/nll" in row}
+    # A row without an accuracy has the NLL of whole documents (reduction="sum").
+    means = [row for row in history if "validation/nll/accuracy" in row]
+    nll = {row["step"]: row["validation/nll"] for row in means}
     if not {0, step} <= nll.keys():
         return {}
     full_pipeline = copy.copy(pipeline)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -188,10 +189,13 @@ class Forward:
         rows, batch = len(batch["tokens"]), objective.joined(batch)
         outputs = run(self.model, params, batch, options=self.options, probes=probes)
 
+        draws = itertools.count()
+
         def drop(x: jax.Array) -> jax.Array:
             if dropout is None or dropout[1] is None:
                 return x
-            return drop_out(x, jax.random.fold_in(dropout[0], _HEAD_KEY), dropout[1])
+            key, draw = jax.random.fold_in(dropout[0], _HEAD_KEY), next(draws)
+            return drop_out(x, jax.random.fold_in(key, draw) if draw else key, dropout[1])
 
         if head is not None:
             outputs["predictions"] = head.apply(params, outputs, batch, drop)

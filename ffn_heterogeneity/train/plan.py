@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -22,10 +23,10 @@ from ffn_heterogeneity.losses.terms import LossTerm
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.leaves import declared
-from ffn_heterogeneity.models.stack import slots
+from ffn_heterogeneity.models.stack import layer_names, slots
 from ffn_heterogeneity.models.unused import refuse_unused, unused_leaves
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.parallel.placement import local_rows
+from ffn_heterogeneity.parallel.placement import local_rows, rows_of_micro_batch
 from ffn_heterogeneity.train.build import (
     auto_remat,
     made_whole,
@@ -41,12 +42,14 @@ from ffn_heterogeneity.train.settings import TrainConfig
 from ffn_heterogeneity.train.source import found_shapes, headed, prepared
 from ffn_heterogeneity.train.state import TrainState, abstract_state, state_shardings
 from ffn_heterogeneity.train.step import (
+    check_terms,
     make_eval_step,
     make_params_metrics,
     make_train_step,
     values_of,
 )
 from ffn_heterogeneity.tree import Leaf, flatten, is_auxiliary, unflatten
+from ffn_heterogeneity.wording import naming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +151,12 @@ class Plan(Evaluation):
     assumed: tuple[str, ...] = ()
     key: Hashable = None
 
+    @functools.cached_property
+    def trained(self) -> int:
+        """Number of trainable parameters."""
+        # Of a stacked leaf there may be one bool per layer.
+        return round(sum(n * np.mean(self.trainable[path]) for path, n in self.sizes.items()))
+
     def changed(self, remat: str, accumulation: int) -> Plan:
         """The plan of the same run with other programs; itself if nothing changes."""
         if (remat, accumulation) == (self.options.remat, self.accumulation):
@@ -248,6 +257,10 @@ def plan_evaluation(
     """Plan a run that only evaluates; errors as `plan`."""
     terms = make_terms(config.losses_with(objective.terms), model.config, mesh)
     evaluated = (*terms, *make_terms(config.monitors, model.config, mesh, trained=False))
+    if objective.together > 1:
+        with naming(f"together={objective.together}"):
+            count = config.batch_size // objective.together
+            rows_of_micro_batch(mesh, count, config.accumulation)
     packed = config.data.get("packing", True)
     options = run_options(
         config.compute_dtype, config.remat, config.unroll, mesh, packed, config.adapter_dropout
@@ -287,6 +300,9 @@ def _build(
     mask = what_trains(params, seen.leaves, config.freeze, config.train_only)
     settled = jax.eval_shape(seen.settled, params, 0, hyper(0))
     mask, unread = _frozen_where_unread(seen, settled, mask)
+    names = layer_names(params)
+    # A term of some layers of a stacked leaf needs one of these to train.
+    check_terms(seen.terms, {n: x for path, at in mask.items() for n, x in _each(names[path], at)})
     optimizer = make_optimizer(optimizer_config, params, mask, seen.leaves)
     state = abstract_state(params, optimizer, mask)
     placed = (
@@ -314,6 +330,11 @@ def _build(
         remats=remats,
     )
     return dataclasses.replace(made, train_step=made._step())
+
+
+def _each(names: Sequence[str], trains: Any) -> Iterator[tuple[str, bool]]:
+    """(name of a layer's leaf, whether it trains) of a leaf in `Plan.trainable`."""
+    return zip(names, np.broadcast_to(trains, len(names)).tolist(), strict=True)
 
 
 def _frozen_where_unread(

@@ -143,7 +143,12 @@ class TrainConfig:
     def optimizer_with(self, rates: Sequence[tuple[str, float]]) -> OptimizerConfig:
         """The optimizer with the leaves' peak learning rates, as factors of the run's."""
         peak = self.schedule["learning_rate"]
-        factors = tuple((pattern, rate / peak) for pattern, rate in rates if peak)
+        if rates and not peak:
+            raise ValueError(
+                f"learning_rate=0 with another rate for {rates[0][0]!r}: to train only these "
+                "leaves, name them in train_only and give learning_rate"
+            )
+        factors = tuple((pattern, rate / peak) for pattern, rate in rates)
         return dataclasses.replace(self.optimizer, rates=(*factors, *self.optimizer.rates))
 
     @property

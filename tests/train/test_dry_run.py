@@ -10,11 +10,12 @@ import pytest
 from tiny_models import TEXT, config_of, save_tiny
 from tiny_runs import refused
 
-from ffn_heterogeneity.io.load import Model, load_config
+from ffn_heterogeneity.io.load import Model, load_config, load_model
 from ffn_heterogeneity.launch import train as run
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
+from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.surgery.adapt import insert_lora
 from ffn_heterogeneity.train import dry_run, fit, hardware, hlo
@@ -287,3 +288,36 @@ def test_measured_rates_are_finite():
     chip = hardware.measure(jax.devices()[0], jnp.float32)
     assert chip.source == "measured" and 1e8 < chip.flops < 1e15 and chip.memory > 1e8
     assert 1e8 < chip.bandwidth < 1e14
+
+
+def test_an_absent_accelerator_is_planned_as_one(tmp_path):
+    """Its dtype, whatever this host is; and frozen layers of a stacked leaf do not train."""
+    model = save_tiny(tmp_path / "tiny")
+    whole = planned(tmp_path, model, dry_run="h100:1")
+    assert whole["compute_dtype"] == "bfloat16"
+    frozen = planned(tmp_path, model, dry_run="h100:1", freeze=("layers/0/",))
+    first = sum(
+        leaf.size
+        for path, leaf in flatten(unstack(load_model(model).params)).items()
+        if path.startswith("layers/0/")
+    )
+    assert whole["trainable_parameters"] - frozen["trainable_parameters"] == first
+
+
+def test_rows_that_stand_together_must_fit_the_mesh(tmp_path):
+    model = save_tiny(tmp_path / "tiny")
+    config = config_of("p32_glue", f"{model},sst2", batch_size=32, together=4, lengths=(8,))
+    config.dry_run = "h100:8"
+    dry_run.dry_run(read(config), tmp_path)
+    config.dry_run = "h100:16"
+    refused("together=4: .*16 devices", dry_run.dry_run, read(config), tmp_path)
+
+
+def test_a_loss_on_frozen_layers_of_a_stacked_leaf_is_refused(tmp_path):
+    model = save_tiny(tmp_path / "tiny")
+    config = make_config(model, freeze=("layers/0/",))
+    with config.unlocked():
+        config.losses.nucl.layers = (0, 1)
+    plan(read(config))
+    config.losses.nucl.layers = (0,)
+    refused("'nucl' has no trainable leaf", plan, read(config))

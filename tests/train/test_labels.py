@@ -1,7 +1,9 @@
 """Classification and regression with the common trainer, on tiny models (P-32)."""
 
 import csv
+import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from tiny_models import config_of, save_tiny_reader, starting_from
@@ -278,3 +280,37 @@ def test_a_model_without_a_head_predicts_nothing_and_an_encoder_no_words(files, 
     settings = {"data__path": str(tmp_path / "text.txt"), "steps": 1, "seq_len": 16}
     packed = config_of("nucl_finetune", f"{files / 'bert'},text", **settings)
     refused("training on next words.*needs a decoder", training.run, packed, tmp_path / "run")
+
+
+def test_evaluations_of_few_batches_read_drawn_rows(files, tmp_path):
+    """Not the shortest ones; the test set is read whole."""
+    settings = {"data__test_path": str(files / "test.jsonl"), "epochs": 0.5, "batch_size": 4}
+    whole = training.run(config_for(files, **settings), tmp_path / "whole")
+    few = training.run(config_for(files, eval__max_batches=2, **settings), tmp_path / "few")
+    assert (few["rows"]["validation"], few["rows"]["test"]) == (8, whole["rows"]["test"])
+    assert few["tokens_a_row"]["validation"] > 0 and few["final"]["validation/n"] == 8
+    assert whole["rows"]["validation"] == whole["final"]["validation/n"] > 8
+
+
+def test_the_two_dropouts_of_a_head_are_drawn_apart(files):
+    """RoBERTa's head has one before its dense layer and one after."""
+    config = config_for(files, "roberta", dropout=0.5)
+    built, drawn = plan(read(config)), []
+    shapes = built.objective.shapes(4, built.objective.longest)
+    batch = {k: np.full(x.shape, k == "segment_ids", x.dtype) for k, x in shapes.items()}
+
+    def apply(params, outputs, batch, drop):
+        drawn.extend(drop(np.ones((4, 40), np.float32)) != 0 for _ in range(2))
+        return drawn[0]
+
+    head = dataclasses.replace(built.forward.head, apply=apply)
+    forward = dataclasses.replace(built.forward, head=head)
+    params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), built.params)
+    forward(params, batch, dropout=(jax.random.key(0), 0.5))
+    assert 0.3 < np.mean(drawn[0]) < 0.7 and np.any(drawn[0] != drawn[1])
+
+
+def test_a_rate_of_its_own_needs_a_rate_of_the_run(files):
+    config = config_for(files, "llama", pooling="p32", lambda_rate=1e-2)
+    config.optimizer.learning_rate = 0.0
+    refused("learning_rate=0 with another rate for .*lambda", plan, read(config))

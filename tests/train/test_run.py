@@ -25,6 +25,7 @@ from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel.partition import RuleError
+from ffn_heterogeneity.train import language
 from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -215,6 +216,10 @@ def test_the_best_weights_are_the_input_where_nothing_was_better(files, tmp_path
     assert results["final"]["validation/nll"] > results["best"]["value"]
     assert results["best"]["step"] == 0
     assert results["perplexity_after"] == results["perplexity_before"]
+    # NLLs of whole documents (reduction="sum") have no accuracy, and exp() of them no meaning.
+    keys = [key for key in results["history"][0] if not key.endswith("/accuracy")]
+    sums = [{key: row[key] for key in keys} for row in results["history"]]
+    assert language._perplexities(None, None, results | {"history": sums}) == {}
     assert "no evaluation was better" in capsys.readouterr().err
     before = flatten(load_model(str(files[0])).params)
     for path, leaf in flatten(load_model(str(tmp_path / "x" / "model")).params).items():

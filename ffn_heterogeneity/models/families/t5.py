@@ -37,8 +37,8 @@ _KEYS = {
     "pad_id": "pad_token_id",
 }
 _SIZES = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
-_FFN = {"relu": ("plain", "relu"), "gated-gelu": ("gated", "gelu_tanh")}
-_FFN |= {"gated-silu": ("gated", "silu")}  # UL2
+_GATED = {"gated-gelu": ("gated", "gelu_tanh"), "gated-silu": ("gated", "silu")}
+_FFN = {"relu": ("plain", "relu")} | _GATED
 
 
 def model(
@@ -70,8 +70,8 @@ def preset(layers: int, d_model: int, width: int, heads: int, ffn: str) -> Model
     """A published shape, with equally many layers in both stacks."""
     ids = {"bos_id": 0, "eos_id": 1, "pad_id": 0, "vocab_size": 32_128, "max_position": 512}
     sizes = {"d_model": d_model, "n_heads": heads, "n_kv_heads": heads, "head_dim": 64}
-    sizes |= ids | {"tied": ffn == "relu"}
-    return model([width] * (2 * layers), layers, ffn, sizes, sizes["tied"])
+    tied = ffn == "relu"
+    return model([width] * (2 * layers), layers, ffn, sizes | ids | {"tied": tied}, tied)
 
 
 _OLD = {"small": (6, 512, 2048, 8), "base": (12, 768, 3072, 12), "large": (24, 1024, 4096, 16)}
@@ -95,12 +95,11 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     common.check_counts({key: values[key] for key in _SIZES} | {"num_decoder_layers": behind})
     if values["num_layers"] + behind > common.MAX_LAYERS:
         raise ConfigError(f"num_layers={values['num_layers']}: at most {common.MAX_LAYERS:,}")
-    ffn, start = values["feed_forward_proj"], values["decoder_start_token_id"]
+    ffn, eos = values["feed_forward_proj"], values["eos_token_id"]
     if ffn not in _FFN:
         raise ConfigError(f"feed_forward_proj={ffn!r}: expected one of {', '.join(_FFN)}")
-    if start is None:
+    if values["decoder_start_token_id"] is None:
         raise ConfigError("decoder_start_token_id is null: give the token that answers begin with")
-    eos = values["eos_token_id"]
     # transformers 4 has one key for both, and transformers 5 ties always and has another.
     scaled = bool(values.get("scale_decoder_outputs", values.get("tie_word_embeddings", True)))
     fields = {field: values[key] for field, key in _KEYS.items()} | {
