@@ -1,9 +1,10 @@
-"""Data-free neuron removal (NUCL, section 4.2, Table 4).
+"""Removal of neurons: without data (NUCL, section 4.2, Table 4), or by rules on text.
 
 Command:   python scripts/compress.py --config=configs/prune.py --config.model=<any> \
              --config.criterion=entropy --config.ratio=0.25 --config.layers=all
 Hardware:  any CPU with the model's size in memory three times; with --config.streaming=true less
-           than 0.7 GB for Gemma-2 2B (0.8 with least squares). No accelerator is used.
+           than 0.7 GB for Gemma-2 2B (0.8 with least squares). Rules on text and the perplexity use
+           an accelerator where there is one, rules on weights none.
 Hours:     seconds for SmolLM2-135M, minutes for Gemma-2 2B.
 Paper:     Gemma-2 2B at 25%: 9,216 -> 6,912 neurons a layer, 414.06M parameters (16%) removed.
 """
@@ -58,7 +59,7 @@ def get_config() -> ConfigDict:
             "layers": Removal.layers,
             # "layer": every layer loses its share; "global": one budget over the chosen layers.
             "budget": Removal.budget,
-            # Of the random criterion, and of those lost at random.
+            # Of the random criterion, those lost at random, and the text that the model writes.
             "seed": Removal.seed,
             # auto: a plain directory where all layers end equally wide, else native (per-layer
             # widths in config.json); padded: zero neurons fill up, so that transformers loads it;

@@ -49,7 +49,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "compensation": Removal.compensation,
                 "ratio": 0.25,
                 "layers": "all",  # or top | bottom | even | odd | pair:5 | 0,3,7 | 4-9
-                "seed": 0,  # of the random criterion
+                "seed": 0,  # of the random criterion and of the text that the model writes
             },
             "recover": {
                 "kind": "train",

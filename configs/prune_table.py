@@ -47,7 +47,7 @@ KIND = "in_memory"
 def get_config() -> ConfigDict:
     # criterion: besides those of configs/prune.py also "none".
     config = in_memory.get_config(prune.get_config())
-    # Of the sweep "rivals": texts for criteria that look at activations, one point each.
+    # Of rules, rivals, own, tokens and shrink: texts that the rules read, one point each.
     config.calibrations = ()
     config.surgery = "prune"  # prune | drop_layers (configs/drop_layers.py)
     config.blocks = 1  # of drop_layers: how many go

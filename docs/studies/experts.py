@@ -24,6 +24,7 @@ from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.cells import Frame
 
 STAGES = ("remove", "merge", "fuse", "prune")
+NARROWED = ["fuse", "prune"]  # stages that leave every expert, with fewer neurons
 KEYS = ("remove.rule", "remove.ratio", "merge.method", "merge.ratio", "merge.share", "fuse.method")
 KEYS += ("fuse.ratio", "prune.criterion", "prune.ratio")
 READ = ("remove.calibration", "merge.calibration", "remove.top_k")
@@ -84,9 +85,9 @@ def shrunk(runs: Frame) -> Frame:
     texts = rows["remove.calibration"].fillna(rows["merge.calibration"]).where(names.notna())
     texts = texts.map(lambda x: "self-generated" if x == "own" else "in-domain", "ignore")
     rows["calibration"] = texts.where(~names.isin(WITHOUT_TEXT)).fillna("-")
-    narrow = (rows["remove.top_k"] == 1) | first.isin(["fuse", "prune"])
-    rows["active"] = rows.kept.where(narrow, "100%")
+    rows["active"] = rows.kept.where((rows["remove.top_k"] == 1) | first.isin(NARROWED), "100%")
     by = [*LABELS, "when", "what", "seed"]
+    c.one_setting(rows, by)
     means = rows.groupby(by, dropna=False)["value"].transform("mean")
     return c.with_cells(rows.assign(value=means).drop_duplicates(by))
 

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.bench import timing
+from ffn_heterogeneity.bench.peer import PEERS
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.dispatch import DISPATCHES
 from ffn_heterogeneity.models.experts import Experts
 from ffn_heterogeneity.models.feed_forward import FeedForward
 from ffn_heterogeneity.models.leaves import init
 from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.wording import check_choice
 
 SHAPE = {"d_model": 576, "neurons": 768, "experts": 8, "top_k": 2}
 # Implementations of experts in transformers, without batched_mm: it copies the kernels of a token's
@@ -24,6 +26,7 @@ THEIRS = ("eager", "grouped_mm")
 
 def time_experts(config: Any, *_: Any) -> dict[str, Any]:
     """Forward pass and value with gradients of one layer of `SHAPE`, on batch x seq_len tokens."""
+    check_choice("peer", config.peer, ("", PEERS[0]))
     programs = layers(config.batch, config.seq_len, config.peer)
     seconds = timing.take_turns(programs, config.repetitions)
     sizes = ", ".join(f"{name} {size}" for name, size in SHAPE.items())

@@ -241,6 +241,7 @@ def rising(finished: Frame) -> Frame:
     evaluation."""
     rows, made = finished[finished.series.notna() | (finished.Method == "Baseline")], []
     places = rows["size"] + ", " + rows.steps + " steps" + rows.place.str[4:]
+    c.one_setting(rows[rows.series.isna()].assign(on=places), ["on"])
     for place, its in rows.groupby(places.where(rows.series.isna(), rows.curve), sort=False):
         table = its.pivot_table("value", "run", "step").drop(columns=0, errors="ignore")
         table = table.dropna(axis=1)  # steps that all seeds have

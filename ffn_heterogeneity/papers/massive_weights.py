@@ -171,7 +171,9 @@ def alone(rows: Frame, what: str, index: list[str], how: Any = None) -> Any:
     """Paired differences of adapters trained with MacDrop from those without it."""
     rows = rows[rows.what == what]
     base, on = rows[rows[P0].isna()], ["model", "text", "trained.adapter", "attacked", "place"]
-    return c.against(rows, base, index, on, (DROP, "method", "limit"), how)
+    # Losses are of all windows, whatever the tasks' limit.
+    free = (DROP, "method", *(("limit",) if what == "nll" else ()))
+    return c.against(rows, base, index, on, free, how)
 
 
 def unattacked(rows: Frame, what: str, index: list[str], how: Any = None) -> Any:

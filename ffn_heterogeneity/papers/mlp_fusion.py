@@ -172,6 +172,8 @@ def switch_costs(runs: Frame) -> Frame:
     what, size = parts[2].fillna("ratio"), rows.batch.astype(str) + " x " + rows.seq_len.astype(str)
     place = "here: " + size + " tokens, " + rows.optimizer.astype(str)
     run = rows["run"] + " (" + method + ")"
+    # A benchmark may measure one method, always beside the whole model.
+    rows = rows.drop(columns=["methods", "calls", "repetitions"], errors="ignore").copy()
     rows = rows.assign(run=run, method=method, program=parts[1], what=what, place=place)
     return rows[rows.method.notna()]
 

@@ -27,7 +27,7 @@ INDEX = ["model", "task", "method", "place"]
 
 
 def classifiers(runs: Frame) -> Frame:
-    """Runs on labelled rows: "score" in percent, of the best evaluation, and how far the weights
+    """Runs on labelled rows: "score" in percent, of the last evaluation, and how far the weights
     of the layers are from an average.
 
     A run on the first n of n blocks is not one on "all_blocks".

@@ -275,8 +275,15 @@ def against(
 
 
 def by_seed(rows: Frame) -> dict[Any, float]:
-    """{seed: value} of one side; {None: value} where the seed does not matter."""
+    """{seed: value} of one side; {None: value} where the seed does not matter.
+
+    Raises:
+      ValueError: different values of one seed.
+    """
     seeds = rows["seed"].astype(object).where(rows["seed"].notna(), None)
+    counts = rows["value"].groupby(seeds, dropna=False).nunique()
+    if (counts > 1).any():
+        raise ValueError(f"seed {counts.idxmax()} has several values: report these runs apart")
     return dict(zip(seeds, rows["value"], strict=True))
 
 

@@ -25,6 +25,8 @@ UNTOLD = (
     "With several seeds a claim holds if the paired 95% interval excludes 0, and is open if it "
     "includes 0. With one seed only the sign decides."
 )
+# Settings of tasks that change their scores (configs/parts/tasks.py).
+ASKED = ("limit", "chat_template", "fewshot_seed", "fewshot_from", "add_bos", "stop", "max_length")
 NAMES = ("panel", "value", "line", "seed")  # columns of a figure's points, before x and y
 
 
@@ -116,16 +118,20 @@ def once(rows: Frame) -> Frame:
 
 
 def with_evaluations(rows: Frame) -> Frame:
-    """Add the tasks that other runs evaluated on a run's unattacked model.
+    """Add the tasks that other runs evaluated on a run's unattacked, uncompressed model.
 
-    "by" is the run that evaluated.
+    "by" is the run that evaluated, and settings of its tasks are the rows' own.
     """
     asked = rows[rows.task.notna() & rows.origin.isin(rows["run"])]
     for name, whole in (("attack", "zero"), ("criterion", "none"), ("k", 0)):
         asked = asked[asked[name].isna() | (asked[name] == whole)] if name in asked else asked
+    if {"method", "ratio"} <= {*asked}:  # configs/fuse_table.py
+        asked = asked[asked.method.isna() | (asked.ratio == 0)]
+    how = [name for name in ASKED if name in asked]
     own = rows.drop_duplicates("run").set_index("run")
-    moved = asked[[*frame.FIELDS, "by"]].assign(run=asked.origin, seed=asked.origin.map(own.seed))
-    own = own.drop(columns=[*frame.FIELDS, "by"])
+    moved = asked[[*frame.FIELDS, "by", *how]]
+    moved = moved.assign(run=asked.origin, seed=asked.origin.map(own.seed))
+    own = own.drop(columns=[*frame.FIELDS, "by", *how])
     return pandas.concat([rows, moved.join(own, on="run")], ignore_index=True)
 
 

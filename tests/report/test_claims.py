@@ -10,7 +10,7 @@ from builders import FLAT, RISING, claim, pretrain, training
 
 from ffn_heterogeneity.report.stats import interval, verdict
 
-BELOW, NLL = "zeta_L is below the baseline's at every alpha", "the validation NLL is no worse"
+BELOW, NLL = "zeta_L is below the baseline's at every alpha", "the validation NLL is below"
 GROWS, PUBLISHED = "zeta_L grows from checkpoint to checkpoint", "zeta_L of a published model"
 
 
