@@ -120,7 +120,7 @@ def steps_of(data: Mapping[str, Any], epochs: float, batch_size: int) -> int:
     rows = get_task(settings.task, ("text",), ("a", "b")).rows
     if settings.path or not rows:
         rows = len(open_rows(settings.path))
-    if settings.path and settings.validation_fraction and not settings.validation_path:
+    if settings.validation_fraction:
         rows = len(held_out_part(rows, settings.validation_fraction)[0])
     return max(1, math.ceil(epochs * max(1, round(rows * settings.fraction)) / batch_size))
 

@@ -91,6 +91,8 @@ def test_sides_are_compared_by_seed_and_have_equal_settings():
     with pytest.raises(ValueError, match=r"batch \(2, 1\)"):
         against(*sides, ["model", "method"], ["model"])
     assert len(against(*sides, ["model", "method"], ["model"], ["batch"])) == 1
+    with pytest.raises(ValueError, match="seed 1 has several values"):
+        against(sides[0], rows[:2].assign(seed=1), ["model", "method"], ["model"], ["batch"])
     with pytest.raises(ValueError, match="batch"):  # two baselines
         against(rows[:2], rows[2:].assign(batch=[1, 2]), ["model", "method"], ["model"], ["batch"])
 

@@ -8,7 +8,7 @@ import math
 import builders
 import numpy as np
 import pytest
-from builders import analysed, claim, pretrain, reading, removal, score, scored, training
+from builders import analysed, claim, pretrain, reading, removal, score, scored, training, write_run
 from tiny_models import run_script
 
 import ffn_heterogeneity as fh
@@ -150,6 +150,11 @@ def test_accuracies_go_to_the_run_whose_model_was_evaluated(seeds, report, tmp_p
     for seed, acc in zip(seeds, (0.25, 0.75, 0.5, 0.95), strict=False):
         tasks = {task: score(acc) for task, _ in TASKS.values()}
         seeds = [*seeds, scored(tmp_path / f"s{acc}", f"{seed}/model", tasks)]
+    # A compressed form of a run's model is not the run's.
+    fused = {task: score(0.1) for task, _ in TASKS.values()}
+    settings = {"method": "fusion", "ratio": 0.25, "model": f"{seeds[0]}/model"}
+    results = {"model": f"{seeds[0]}/model", "tasks": fused}
+    seeds = [*seeds, write_run(tmp_path / "fused", settings, results)]
     tables = report("jreg", seeds)
     rows = {r["Method"]: r for r in tables["table_2"] if r["from"].startswith("here:")}
     assert float(rows["Baseline"]["avg"]) == pytest.approx(50.0)
