@@ -68,7 +68,8 @@ class Encoder:
       bos: "segment": first in every segment of a row, also if a document continues after a cut
         (there it replaces the input whose target was the last of the previous row, so every token
         is still predicted exactly once); "document": only at the start of a document; "none";
-        "auto": "segment" if the tokenizer has a bos, else "none".
+        "auto": "segment" if the tokenizer has a bos, else "none"; conversations have what their
+        tokenizer's chat template writes, as in transformers.
       eos: whether the tokenizer's eos, if it has one, ends every document.
       chat_template: form of conversations, see `tasks/messages.py`.
       append: a string that ends every document, before its eos; part of the response.
@@ -98,7 +99,8 @@ class Encoder:
         self.template_date, self.invites = template_date, None
         check_choice("chat_template", chat_template, CHAT_TEMPLATES, DataError)
         check_choice("bos", bos, BOS_POLICIES, DataError)
-        if bos == "auto":
+        self.auto_bos = bos == "auto"
+        if self.auto_bos:
             bos = "none" if tokenizer.bos_token_id is None else "segment"
         if bos != "none" and tokenizer.bos_token_id is None:
             raise DataError(f'bos is {bos!r}, but this tokenizer has no bos token; use "none"')

@@ -166,9 +166,15 @@ def test_bos_is_written_once():
     plain_ids, _ = encode_conversation(turns, Encoder(tokenizer, "none"))
     for template in (None, "{{ bos_token }}" + CHATTY, CHATTY):
         tokenizer.chat_template = template
-        ids, scored = encode_conversation(turns, Encoder(tokenizer))
-        assert ids[0] == 0 and ids[1] != 0 and not scored[0] and len(ids) == len(scored)
-        assert template is not None or ids[1:] == plain_ids
+        for policy in ("auto", "segment"):
+            ids, scored = encode_conversation(turns, Encoder(tokenizer, policy))
+            # "auto" leaves it to the template, as transformers does.
+            begins = policy == "segment" or template != CHATTY
+            assert (ids[0] == 0) == begins and ids[1] != 0
+            assert not scored[0] and len(ids) == len(scored)
+            assert template is not None or ids[1:] == plain_ids
+            asked = messages.prompt_ids(turns[:1], Encoder(tokenizer, policy))
+            assert asked == ids[: scored.index(True)]
 
 
 CHATTY = (

@@ -155,10 +155,21 @@ def end_of_turn(encoder: Encoder) -> int | None:
 
 
 def with_bos(ids: list[int], encoder: Encoder) -> list[int]:
-    """Prepend a bos if the policy requires it and the template did not add one."""
+    """Prepend a bos if the policy requires it and the template did not add one.
+
+    "auto" leaves it to the tokenizer's template, if that is used.
+    """
     if encoder.bos_id is None or ids[:1] == [encoder.bos_id]:
         return ids
+    if encoder.auto_bos and not _is_tulu(encoder):
+        return ids
     return [encoder.bos_id, *ids]
+
+
+def _is_tulu(encoder: Encoder) -> bool:
+    """True if conversations have the built-in form, not that of the tokenizer's template."""
+    missing = not getattr(encoder.tokenizer, "chat_template", None)
+    return encoder.chat_template == "tulu" or (encoder.chat_template == "auto" and missing)
 
 
 def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) -> str:
@@ -167,11 +178,10 @@ def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) 
     Raises:
       DataError, ValueError: no template; or as `render_template`.
     """
-    tokenizer, template = encoder.tokenizer, encoder.chat_template
-    tokenizer_template = getattr(tokenizer, "chat_template", None)
-    if template == "tulu" or (template == "auto" and not tokenizer_template):
+    tokenizer = encoder.tokenizer
+    if _is_tulu(encoder):
         return _tulu(messages, tokenizer, answer)
-    if not tokenizer_template:
+    if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             "chat_template is 'tokenizer', but this tokenizer has no chat template; 'tulu' uses "
             "the built-in form"
