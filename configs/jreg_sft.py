@@ -34,7 +34,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M") -> ConfigDict:
     # One conversation a row, so that 957 batches of 512 are an epoch; True is faster, and then an
     # epoch has fewer steps.
     config.data.packing = False
-    config.data.bos = "auto"  # auto | segment | document | none
+    config.data.bos = "auto"  # auto | segment | document | none; a chat template has its own
     # auto: the tokenizer's template, else Tulu's form | tokenizer | tulu.
     config.data.chat_template = "auto"
     config.data.template_date = "2024-07-26"  # what a template writes that asks for today's date

@@ -52,7 +52,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
     if data.task in ("text", "jsonl", "mixture"):
         data.passage_chars = 16_384  # characters of a shuffled passage of a long file, at most
     data.packing = True  # several documents in a row; False: one, padded
-    data.bos = "auto"  # auto | segment | document | none
+    data.bos = "auto"  # auto | segment | document | none; a chat template has its own
     if data.task != "text":
         # Ends every example: $'\n[eod]' for PaLM 2 in the paper (then configs/harness.py's stop).
         data.append = ""

@@ -63,7 +63,12 @@ class Feed:
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
             **({} if self.decoder is None else {"decoder": list(self.decoder)}),
-            "bos": [self._encoder.bos, self._encoder.bos_id],
+            # With "auto" a conversation's is its template's.
+            "bos": [
+                self._encoder.bos,
+                self._encoder.bos_id,
+                *([self._encoder.auto_bos] if self.task.encode else []),
+            ],
         }
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-import re
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -15,7 +14,7 @@ from etils import epath
 from orbax.checkpoint.path import atomicity
 
 from ffn_heterogeneity.io import seals
-from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.errors import CheckpointError, os_error_of
 from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.tree import path_str
 from ffn_heterogeneity.wording import check_number, first_line
@@ -351,11 +350,6 @@ def _remove(folder: epath.Path) -> None:
 
 def _cause(error: BaseException) -> str:
     """The operating system's message ("No space left on device"), if there is one."""
-    inner: BaseException | None = error
-    while inner is not None:
-        if isinstance(inner, OSError) and inner.strerror:
-            return inner.strerror
-        if code := re.search(r"os_error_code='(\d+)'", str(inner)):
-            return os.strerror(int(code[1]))
-        inner = inner.__cause__ or inner.__context__
+    if code := os_error_of(error):
+        return os.strerror(code)
     return f"{type(error).__name__}: {first_line(error)}"

@@ -172,8 +172,8 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
         before = _own(path / "config.json")
         old = what_is_computed(before)
         differing = [k for k in {**old, **new} if old.get(k, _ABSENT) != new.get(k, _ABSENT)]
-        # Each completed stage has a digest, and a training that has begun its own config: the rest
-        # of an unfinished job may have other settings.
+        # Each completed stage has a digest, and a training or evaluation that has begun its own
+        # config: the rest of an unfinished job may have other settings.
         guarded = "stages" in config and not (path / "results.json").exists()
         rejected = [k for k in differing if not guarded or k == "seeds"]
         if rejected:

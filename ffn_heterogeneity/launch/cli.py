@@ -16,6 +16,7 @@ from absl import app, flags, logging
 from etils import epath
 from ml_collections import ConfigDict, FieldReference, config_flags
 
+from ffn_heterogeneity.io.errors import os_error_of
 from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.launch import configs
@@ -302,9 +303,8 @@ def errors_in_one_line() -> Iterator[None]:
             traceback.print_exception(error)
         where = " (--traceback shows where)" if isinstance(error, KeyError) else ""
         print(f"error: {one_line(error)}{where}", file=sys.stderr)
-        causes = (error, error.__cause__ or error.__context__)
-        passing = any(isinstance(x, OSError) and x.errno in PASSING for x in causes)
-        sys.exit(1 if passing else 2)
+        lost = isinstance(error, (ConnectionError, TimeoutError))  # some have no number
+        sys.exit(1 if lost or os_error_of(error) in PASSING else 2)
 
 
 def one_line(error: BaseException) -> str:

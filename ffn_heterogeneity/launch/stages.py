@@ -140,7 +140,7 @@ def _run_stage(
         )
     config.update_from_flattened_dict({key: os.fspath(path) for key, path in paths.items()})
     run = functools.partial(stage.command, config, folder, Shared(keep_model=False))
-    on_main(lambda: _claim(folder, config))
+    on_main(lambda: _claim(folder, stage))
     try:
         run() if stage.command.together else on_main(run)
     except Exception:
@@ -149,19 +149,25 @@ def _run_stage(
         raise
 
 
-def _claim(folder: epath.Path, config: ConfigDict) -> None:
-    """Claim a stage's folder, so that a start with other settings does not add to its results.
+def _claim(folder: epath.Path, stage: Stage) -> None:
+    """Make a stage's folder; an evaluation's has its config, so that others do not add results.
+
+    A training claims its own, and a surgery begins again.
 
     Raises:
       WorkdirError: it has results of other settings.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    if stage.command.makes_model:
+        return
+    config = stage.config.to_dict()  # with paths as given: the job's folder may move
     try:
-        prepare_workdir(folder, config.to_dict())
+        prepare_workdir(folder, config)
     except WorkdirError:
         if not release_workdir(folder):
             raise
         # It was stopped before there was anything to resume.
-        prepare_workdir(folder, config.to_dict())
+        prepare_workdir(folder, config)
 
 
 def effect_of(results: Mapping[str, Mapping]) -> str:

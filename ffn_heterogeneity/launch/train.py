@@ -254,21 +254,21 @@ def final_params(
 ) -> tuple[dict, int]:
     """Return (parameters, their step) of the last or the best step.
 
-    The best are those of a checkpoint, or those of `start()` if no evaluation was better. The last
-    state is deleted if the checkpoint's is read.
+    The best are those of a checkpoint, or those of `start()` if no evaluation was better; then the
+    last state is deleted.
     """
     best = result.best
     if config.export["weights"] != "best" or not best or best["step"] == result.step:
         return result.state.params, result.step
-    if best["step"] == 0:
-        say("no evaluation was better than the original model: exporting the original model")
-        return start().params, 0
-    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.loop.keep)
     wanted = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), result.state
     )
     for leaf in jax.tree.leaves(result.state):  # a device may not have room for both
         leaf.delete()
+    if best["step"] == 0:
+        say("no evaluation was better than the original model: exporting the original model")
+        return start().params, 0
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.loop.keep)
     state, _ = checkpoints.restore(wanted, best["step"])
     checkpoints.close()
     return state.params, best["step"]

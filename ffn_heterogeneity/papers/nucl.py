@@ -86,7 +86,6 @@ def removals(runs: Frame) -> Frame:
     rows.loc[whole, "layers"], rows.loc[whole, "ratio"] = "all", 0.0
     rows.loc[rows.calibration == "", ["calibration_tokens", "sequential"]] = None
     draws = (rows.criterion == "random") | rows.lose.astype(str).str.startswith("random:")
-    draws |= rows.calibration == "own"  # the seed of what the model writes
     rows = rows.assign(seed=rows.seed.where(draws), removed=c.label(rows, size_of, *SIZE))
     rows["method"] = c.label(rows, method_of, *(x for x in REMOVAL if x != "layers"))
     rows["place"] = "here: " + read_text(rows) + windows(rows)

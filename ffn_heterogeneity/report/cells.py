@@ -277,14 +277,11 @@ def against(
 def by_seed(rows: Frame) -> dict[Any, float]:
     """{seed: value} of one side; {None: value} where the seed does not matter.
 
-    Raises:
-      ValueError: different values of one seed.
+    Several runs of one seed (`one_setting` has seen that their settings are equal) count as their
+    mean.
     """
-    seeds = rows["seed"].astype(object).where(rows["seed"].notna(), None)
-    counts = rows["value"].groupby(seeds, dropna=False).nunique()
-    if (counts > 1).any():
-        raise ValueError(f"seed {counts.idxmax()} has several values: report these runs apart")
-    return dict(zip(seeds, rows["value"], strict=True))
+    means = rows["value"].groupby(rows["seed"], sort=False, dropna=False).mean()
+    return {None if seed != seed else seed: value for seed, value in means.items()}
 
 
 def difference(own: Frame, other: Frame) -> Any:

@@ -26,7 +26,7 @@ from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.stack import layer_names, slots
 from ffn_heterogeneity.models.unused import refuse_unused, unused_leaves
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.parallel.placement import local_rows, rows_of_micro_batch
+from ffn_heterogeneity.parallel.placement import local_rows
 from ffn_heterogeneity.train.build import (
     auto_remat,
     made_whole,
@@ -49,7 +49,6 @@ from ffn_heterogeneity.train.step import (
     values_of,
 )
 from ffn_heterogeneity.tree import Leaf, flatten, is_auxiliary, unflatten
-from ffn_heterogeneity.wording import naming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,10 +256,13 @@ def plan_evaluation(
     """Plan a run that only evaluates; errors as `plan`."""
     terms = make_terms(config.losses_with(objective.terms), model.config, mesh)
     evaluated = (*terms, *make_terms(config.monitors, model.config, mesh, trained=False))
-    if objective.together > 1:
-        with naming(f"together={objective.together}"):
-            count = config.batch_size // objective.together
-            rows_of_micro_batch(mesh, count, config.accumulation)
+    parts = mesh.shape["data"] * mesh.shape["fsdp"] * config.accumulation
+    if objective.together > 1 and config.batch_size % (parts * objective.together):
+        raise ValueError(
+            f"together={objective.together} with batch_size={config.batch_size}: their rows cannot "
+            f"be cut over {parts} devices (or micro-batches): make batch_size a multiple of "
+            f"{parts * objective.together}, or set together=1"
+        )
     packed = config.data.get("packing", True)
     options = run_options(
         config.compute_dtype, config.remat, config.unroll, mesh, packed, config.adapter_dropout

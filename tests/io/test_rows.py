@@ -132,7 +132,7 @@ def test_the_rows_of_a_judge():
     by_name = {row["what"]: row for one in summaries for row in rows_of(one | {"judged": 2})}
     assert not [what for what in by_name if not listed(what)] and by_name["by_turn/2"]["value"] == 4
     ends = [(by_name[name]["how"], by_name[name]["n"]) for name in ("score", "win_rate")]
-    assert ends == [("normal", 2), ("Wilson", 2)]
+    assert ends == [("normal", 1), ("Wilson", 1)]
     # Two turns of a question that always agree are one draw.
     pairs = (("model_1",) * 2, ("model_2",) * 2, ("tie",) * 2, ("model_1", "model_2"))
     rows = [
@@ -147,7 +147,7 @@ def test_the_rows_of_a_judge():
     half = 1.96 * np.std(range(4), ddof=1) / 2
     assert single["score_high"] - single["score"] == pytest.approx(half)
     assert (pairwise["win_rate_low"], pairwise["win_rate_high"]) == wilson_interval(2, 4)
-    assert (single["n"], single["questions"]) == (pairwise["n"], pairwise["questions"]) == (8, 4)
+    assert (single["n"], single["turns"]) == (pairwise["n"], pairwise["turns"]) == (4, 8)
 
 
 def test_a_run_over_seeds_is_its_seeds_and_settings_are_columns(runs):

@@ -17,7 +17,7 @@ from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import cells
 from ffn_heterogeneity.report.cells import against, need, one_setting, spread
 from ffn_heterogeneity.report.paper import draw_all, gather, write_paper
-from ffn_heterogeneity.report.stats import Spread
+from ffn_heterogeneity.report.stats import Spread, middle
 
 REPORTS = [REPOSITORY / f"ffn_heterogeneity/papers/{name}.py" for name in papers.NAMES]
 REPORTS += sorted((REPOSITORY / "docs/studies").glob("*.py"))
@@ -91,8 +91,11 @@ def test_sides_are_compared_by_seed_and_have_equal_settings():
     with pytest.raises(ValueError, match=r"batch \(2, 1\)"):
         against(*sides, ["model", "method"], ["model"])
     assert len(against(*sides, ["model", "method"], ["model"], ["batch"])) == 1
-    with pytest.raises(ValueError, match="seed 1 has several values"):
-        against(sides[0], rows[:2].assign(seed=1), ["model", "method"], ["model"], ["batch"])
+    # Of several runs of a seed, or without one, the mean.
+    same = rows[:2].assign(seed=1), rows[:2].assign(seed=np.nan)
+    for base, n in zip(same, (1, 2), strict=True):
+        (value,) = against(sides[0], base, ["model", "method"], ["model"], ["batch"])
+        assert (middle(value), getattr(value, "n", 1)) == ((2.5, 1) if n == 1 else (4.5, 2))
     with pytest.raises(ValueError, match="batch"):  # two baselines
         against(rows[:2], rows[2:].assign(batch=[1, 2]), ["model", "method"], ["model"], ["batch"])
 

@@ -226,13 +226,16 @@ def test_trouble_that_may_have_passed_has_its_own_code():
         with pytest.raises(SystemExit) as ended, cli.errors_in_one_line():
             try:
                 raise cause or error
-            except OSError:
+            except (OSError, ValueError):
                 raise error from None
         return ended.value.code
 
+    tensorstore = ValueError("Error writing: [os_error_code='28']")  # as orbax's threads raise it
+    assert code(CheckpointError("not written"), tensorstore) == 1
     for number in (errno.ENOSPC, errno.EIO, errno.ECONNRESET, errno.ESTALE):
         trouble = OSError(number, os.strerror(number))
         assert code(trouble) == 1 and code(CheckpointError("not written"), trouble) == 1
+    assert code(TimeoutError("timed out")) == 1
     for mistake in (FileNotFoundError(errno.ENOENT, "no file"), OSError("no model")):
         assert code(mistake) == 2 and code(CheckpointError("not read"), mistake) == 2
 

@@ -253,8 +253,8 @@ def single_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, An
     if (n := apart.size) > 1:
         half = 1.96 * (n / (n - 1) * float(np.sum(apart**2))) ** 0.5 / scores.size
     return {
-        "n": scores.size,
-        "questions": n,
+        "n": n,
+        "turns": scores.size,
         "interval": "normal",
         **with_ends("score", mean, mean - half, mean + half),
         "by_turn": _means(scores, [row["turn"] for row in rows]),
@@ -285,7 +285,7 @@ def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, 
         return counts | {"win_rate": None}
     rate, questions = (wins + ties / 2) / len(pairs), len({row["question_id"] for row in rows})
     ends = wilson_interval(rate * questions, questions)
-    return counts | with_ends("win_rate", rate, *ends) | {"n": len(pairs), "questions": questions}
+    return counts | with_ends("win_rate", rate, *ends) | {"n": questions, "turns": len(pairs)}
 
 
 def _judge_all(

@@ -74,12 +74,16 @@ def run_code(
             f"code a model wrote cannot be locked in here ({available().reason}), so it was not "
             f"run: {WAY_OUT}"
         )
+    return _run(mechanism or available().name, program, limits)
+
+
+def _run(mechanism: str, program: str, limits: Limits) -> Outcome:
+    """`run_once`, again if it could not start: a busy machine may lack processes for a moment."""
     for seconds in PAUSES:
-        # A busy machine may lack processes or memory for a moment.
         with contextlib.suppress(SandboxError, OSError):
-            return run_once(mechanism or available().name, program, limits)
+            return run_once(mechanism, program, limits)
         time.sleep(seconds)
-    return run_once(mechanism or available().name, program, limits)
+    return run_once(mechanism, program, limits)
 
 
 # The test program that a sandbox must pass before `available` trusts it.
@@ -132,7 +136,7 @@ def failure(name: str) -> str | None:
     if name == "bwrap" and not shutil.which("bwrap"):
         return "not installed"
     try:
-        outcome = run_once(name, PROOF, PROOF_LIMITS)
+        outcome = _run(name, PROOF, PROOF_LIMITS)
     except (SandboxError, OSError) as error:
         return str(error).removeprefix(NOT_SET_UP)
     last = (outcome.stderr.strip().splitlines() or [outcome.status])[-1]
