@@ -281,7 +281,7 @@ def by_seed(rows: Frame) -> dict[Any, float]:
     mean.
     """
     means = rows["value"].groupby(rows["seed"], sort=False, dropna=False).mean()
-    return {None if seed != seed else seed: value for seed, value in means.items()}
+    return {None if pandas.isna(seed) else seed: value for seed, value in means.items()}
 
 
 def difference(own: Frame, other: Frame) -> Any:
