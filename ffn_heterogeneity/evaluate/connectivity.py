@@ -35,7 +35,7 @@ def _uniform(d: int) -> tuple[float, float, float]:
 def layer_sums(model: Model, folder: epath.Path) -> list[dict[str, Any]]:
     """Return each layer's sums over its neurons, and their number; draw `connectivity.png`."""
     sums = layer_statistics(model.params)
-    widths = model.config.ffn_widths
+    widths = [layer.ffn_width * (layer.experts or 1) for layer in model.config.layers]
     layers = [{**row, "neurons": width} for row, width in zip(sums, widths, strict=True)]
     panels = {
         f"{name}, mean over neurons (dashed: uniform)": {

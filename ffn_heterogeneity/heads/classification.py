@@ -150,10 +150,12 @@ def _summed(model: ModelConfig, options: Classification, params: dict, state_lbd
     if options.pooling == "scalar_mix":
         centred = wide_lbd - jnp.mean(wide_lbd, -1, keepdims=True)
         variance = jnp.mean(centred * centred, -1, keepdims=True)
-        wide_lbd = head["gamma"] * centred * jax.lax.rsqrt(variance + _EPSILON)
+        wide_lbd = centred * jax.lax.rsqrt(variance + _EPSILON)
     weights_l = depth_weights(head, model.n_layers).astype(wide_lbd.dtype)
     x_bd = jnp.einsum("l,lbd->bd", weights_l, wide_lbd).astype(state_lbd.dtype)
-    return finish(model, params, x_bd) if options.final_norm == "pooled" else x_bd
+    x_bd = finish(model, params, x_bd) if options.final_norm == "pooled" else x_bd
+    # Behind the final norm, which would cancel it.
+    return (head["gamma"] * x_bd).astype(x_bd.dtype) if "gamma" in head else x_bd
 
 
 def _linear(x: jax.Array, leaves: Mapping[str, jax.Array]) -> Any:

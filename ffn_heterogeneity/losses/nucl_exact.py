@@ -10,12 +10,13 @@ from ffn_heterogeneity.models.linear import effective_kernel
 
 
 def exact_kernel(leaves: dict, name: str = "ffn/down/kernel") -> np.ndarray:
-    """The effective kernel [m, n] in float64.
+    """The effective kernel [m, n] in float64; of E experts [E m, n].
 
     Raises:
       ValueError: a weight is NaN or infinite; the message names `name` and the place.
     """
     kernel = np.asarray(jax.device_get(effective_kernel(leaves))).astype(np.float64)
+    kernel = kernel.reshape(-1, kernel.shape[-1])
     bad = ~np.isfinite(kernel)
     if bad.any():
         row, column = np.argwhere(bad)[0]

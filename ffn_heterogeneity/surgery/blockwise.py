@@ -110,18 +110,19 @@ def _with_biases(model: Model) -> Model:
         )
     config, tree = dataclasses.replace(model.config, ffn_bias=True), unstack(model.params)
     layers = [
-        {**leaves, "ffn": {name: _with_bias(linear) for name, linear in leaves["ffn"].items()}}
+        {**leaves, "ffn": {name: _with_bias(name, one) for name, one in leaves["ffn"].items()}}
         for leaves in tree["layers"]
     ]
     params = restack(config, {**tree, "layers": layers})
     return dataclasses.replace(model, config=config, params=params)
 
 
-def _with_bias(linear: Any) -> Any:
-    if not (isinstance(linear, dict) and "kernel" in linear):
+def _with_bias(name: str, linear: Any) -> Any:
+    if name == "router" or not (isinstance(linear, dict) and "kernel" in linear):
         return linear
-    kernel = linear["kernel"]
-    return {**linear, "bias": np.zeros(kernel.shape[-1], kernel.dtype)}
+    kernel = linear["kernel"]  # of experts with an axis more
+    shape = (*kernel.shape[:-2], kernel.shape[-1])
+    return {**linear, "bias": np.zeros(shape, kernel.dtype)}
 
 
 def batches_of(rows: Sequence[np.ndarray]) -> list[tuple[bool, dict]]:

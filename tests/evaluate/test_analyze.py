@@ -51,6 +51,20 @@ def test_connectivity_equals_the_oracle(tmp_path, capsys, config):
     assert float(rows[3][2]) == pytest.approx(layer["entropy"] / layer["neurons"], rel=1e-4)
 
 
+def test_connectivity_of_experts_is_over_all_their_neurons(tmp_path):
+    config = tiny_of("mixtral", 2)
+    params = random_params(config, dtype=np.float32)
+    directory = save_tiny(tmp_path / "model", config, params)
+    results = run(config_of("analyze", model=str(directory)), tmp_path / "run")
+    for leaves, measured in zip(unstack(params)["layers"], results["layers"], strict=True):
+        kernel = np.asarray(leaves["ffn"]["down"]["kernel"])
+        assert kernel.ndim == 3
+        rows = kernel.reshape(-1, kernel.shape[-1])
+        assert measured["neurons"] == len(rows)
+        for name, value in oracle(rows).items():
+            assert abs(measured[name] - value) <= 1e-12 * max(1, abs(value)), name
+
+
 def test_without_matplotlib_the_numbers_are_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     config = config_of("analyze", model=str(save_tiny(tmp_path / "model")))

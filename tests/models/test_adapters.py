@@ -69,6 +69,15 @@ def test_gradients_are_those_of_the_detached_norm(leaves):
         assert error <= 1e-5, (name, error)
 
 
+def test_a_factor_is_not_rounded_to_half_precision():
+    """bfloat16 has no number between 1 and 1.0078; the products are rounded one by one."""
+    tree = {"kernel": jnp.eye(OUT), "dora_m": jnp.full(OUT, 1.005)}
+    x = np.random.default_rng(1).uniform(1, 2, (4096, OUT)).astype(jnp.bfloat16)
+    y = Linear(OUT, options=RunOptions(compute_dtype=jnp.bfloat16)).apply({"params": tree}, x)
+    ratio = np.asarray(y, np.float64).mean() / np.asarray(x, np.float64).mean()
+    assert y.dtype == jnp.bfloat16 and ratio == pytest.approx(1.005, abs=1e-3)
+
+
 def test_dora_changes_nothing_at_first(leaves):
     kernel = leaves["kernel"].astype(np.float32)
     kernel[:, 2] = 0  # a column without a length

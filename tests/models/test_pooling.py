@@ -9,7 +9,7 @@ import pytest
 from tiny_models import random_params, tiny_of
 from tiny_runs import refused
 
-from ffn_heterogeneity.heads import ROOT, head_shapes, make_head
+from ffn_heterogeneity.heads import ROOT, classification, head_shapes, make_head
 from ffn_heterogeneity.heads.classification import POOLINGS, Classification
 from ffn_heterogeneity.models.causal_lm import abstract_params, finish, forward
 from ffn_heterogeneity.models.config import HeadConfig
@@ -111,6 +111,19 @@ def test_a_scalar_mix_does_not_see_the_scale_of_states():
         for scale in (1e-3, 1.0)
     )
     np.testing.assert_allclose(small, unscaled, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gamma_scales_what_the_classifier_reads(family):
+    """A decoder's final norm does not cancel it."""
+    config, params, mix = model_with(family, "scalar_mix")
+    summed = []
+    for gamma in (1.0, 3.0):
+        params[ROOT]["gamma"] = np.float32(gamma)
+        states = forward(config, params, batch_of(config), probes=mix.probes)["probes"]["pooled"]
+        options = Classification(pooling="scalar_mix")
+        summed.append(classification._summed(config, options, params, states))
+    np.testing.assert_allclose(summed[1], 3 * summed[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", ["p32", "scalar_mix"])

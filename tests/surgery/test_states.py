@@ -13,16 +13,17 @@ from tiny_runs import refused
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch.in_memory import filled_up
 from ffn_heterogeneity.models import causal_lm
-from ffn_heterogeneity.models.leaves import Place
+from ffn_heterogeneity.models.leaves import Place, expected_shapes
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.surgery import SURGERIES, own_text, states
+from ffn_heterogeneity.surgery import SURGERIES, blockwise, own_text, states
 from ffn_heterogeneity.surgery.adapt import fold_all
 from ffn_heterogeneity.surgery.blockwise import compensated
 from ffn_heterogeneity.surgery.calibration import calibration_rows, write_rows
 from ffn_heterogeneity.surgery.own_text import own_rows
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.seen import seen_states
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LLAMA = dataclasses.replace(tiny_of("llama", layers=2), vocab_size=258)
@@ -162,6 +163,16 @@ def test_a_layer_that_stays_is_left_alone(method):
     smaller, report = SURGERIES["prune"](model, asked)
     assert [one["layer"] for one in report["compensated"]] == [1]
     np.testing.assert_array_equal(down_of(smaller.params, 0), down_of(model.params, 0))
+
+
+def test_biases_beside_experts_have_their_shapes():
+    """A Llama of which some layers became experts."""
+    model = model_of()
+    mixed, _ = SURGERIES["partition"](model, {"experts": 2, "top_k": 1, "layers": "0"})
+    biased = blockwise._with_biases(mixed)
+    wanted = {k: x for k, x in expected_shapes(biased.config).items() if k.endswith("bias")}
+    made = flatten(unstack(biased.params)).items()
+    assert {path: x.shape for path, x in made if path.endswith("bias")} == wanted
 
 
 @pytest.mark.parametrize("method", ["merged", "fusion", "sketch"])
