@@ -128,7 +128,7 @@ def massive_weights(
 
     The paper gives no rule for the layer. Here it is the layer with the largest |h| in the first
     half of the stack. In a layer with experts the neurons are those of the expert with the largest
-    |h|, before its gate.
+    |h|, before its gate [ours]; the paper takes the one of the highest probability.
 
     Args:
       layer: counted from 0; None: chosen by that rule.
