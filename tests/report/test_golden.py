@@ -166,6 +166,7 @@ KEPT = {
         "training",
         "kernels",
         "predictions",
+        "labelled",
         "claims",
     ),
 }

@@ -62,8 +62,9 @@ SETTINGS = {
         "256": "tokens of a row, and held-out rows of the training",
         "512": "held-out rows",
         "768": "neurons of an expert",
-        "3,000": "training steps",
         "872": "validation sentences of SST-2",
+        "6,228": "training sentences of SST-2",
+        "692": "held-out training sentences of SST-2",
     },
 }
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])|(?<![\w.])\.\d+")
