@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -304,7 +304,11 @@ def _build(
     mask, unread = _frozen_where_unread(seen, settled, mask)
     names = layer_names(params)
     # A term of some layers of a stacked leaf needs one of these to train.
-    check_terms(seen.terms, {n: x for path, at in mask.items() for n, x in _each(names[path], at)})
+    each: dict[str, bool] = {}
+    for path, trains in mask.items():
+        per_layer = np.broadcast_to(trains, len(names[path])).tolist()
+        each |= zip(names[path], per_layer, strict=True)
+    check_terms(seen.terms, each)
     optimizer = make_optimizer(optimizer_config, params, mask, seen.leaves)
     state = abstract_state(params, optimizer, mask)
     placed = (
@@ -332,11 +336,6 @@ def _build(
         remats=remats,
     )
     return dataclasses.replace(made, train_step=made._step())
-
-
-def _each(names: Sequence[str], trains: Any) -> Iterator[tuple[str, bool]]:
-    """(name of a layer's leaf, whether it trains) of a leaf in `Plan.trainable`."""
-    return zip(names, np.broadcast_to(trains, len(names)).tolist(), strict=True)
 
 
 def _frozen_where_unread(
