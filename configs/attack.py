@@ -29,6 +29,8 @@ def get_config() -> ConfigDict:
             "token": placeholder(int),  # instead of bos
             # Of a layer with experts, from 0; default: the one with the largest |h|.
             "expert": placeholder(int),
+            # (7, 3): these neurons of `layer` instead of its massive weights.
+            "neurons": Attack.neurons,
             # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
             "dtype": "as_read",
             "export": "auto",  # auto | padded | native | deci (configs/prune.py)

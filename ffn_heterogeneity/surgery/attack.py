@@ -33,6 +33,8 @@ class Attack:
       attack, k: which neurons become silent, as in `attack`.
       layer, token: as in `massive_weights`.
       expert: of a layer with experts, counted from 0; None: the one with the largest |h|.
+      neurons: of `layer`, instead of its massive weights, first the most important: of a model
+        that was trained those of the model before.
     """
 
     attack: str = "zero"
@@ -40,10 +42,13 @@ class Attack:
     layer: int | None = None
     token: int | None = None
     expert: int | None = None
+    neurons: tuple[int, ...] = ()
 
     def __post_init__(self):
         check_choice("attack", self.attack, ATTACKS)
         check_numbers(self, k="[0, inf)")
+        if self.neurons and self.layer is None:
+            raise ValueError(f"neurons={self.neurons}: say of which layer")
 
 
 def attack(
@@ -72,9 +77,12 @@ def attack(
     massive = massive_weights(model.config, model.params, settings.layer, settings.token)
     if settings.expert is not None:
         massive = _of_expert(model, massive, settings.expert, settings.token)
-    k, width = settings.k, len(massive.indices)
-    if k > width:
-        raise ValueError(f"k={k}: layer {massive.layer} (from 0) has {width} neurons")
+    if settings.neurons:
+        massive = massive.of(settings.neurons)
+    k, count = settings.k, len(massive.indices)
+    if k > count:
+        has = f"layer {massive.layer} (from 0) has {count} neurons"
+        raise ValueError(f"k={k}: {f'neurons names {count}' if settings.neurons else has}")
     place, chosen = Place(massive.layer, massive.expert, "ffn"), massive.indices[:k]
     blocks = dict(ffn_blocks(model.config, model.params))
     new = {one: block for one, block in blocks.items() if one.layer == place.layer}
@@ -118,6 +126,21 @@ class Massive:
         if self.expert is not None:
             place |= {"expert": self.expert + 1, "expert_index": self.expert}
         return place
+
+    def of(self, neurons: Sequence[int]) -> "Massive":
+        """The same place, with these neurons in this order.
+
+        Raises:
+          ValueError: one that the layer does not have, or one named twice.
+        """
+        rank = {neuron: at for at, neuron in enumerate(self.indices.tolist())}
+        for at, neuron in enumerate(neurons):
+            if neuron not in rank or neuron in neurons[:at]:
+                has = f"layer {self.layer} (from 0) has 0 to {len(rank) - 1}, each once"
+                raise ValueError(f"neurons={tuple(neurons)}: {neuron!r}; {has}")
+        magnitudes = self.magnitudes[[rank[neuron] for neuron in neurons]]
+        indices = np.array(neurons, self.indices.dtype)
+        return dataclasses.replace(self, indices=indices, magnitudes=magnitudes)
 
 
 @products()

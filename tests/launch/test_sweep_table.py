@@ -26,6 +26,7 @@ from ffn_heterogeneity.launch import compress, in_memory, slurm
 from ffn_heterogeneity.launch.compress import REMOVED
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.train import shared
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -206,6 +207,31 @@ def test_trained_models_are_attacked_with_their_adapters_folded_in(files, tmp_pa
         assert results[f"lora-seed=1,attack=zero,k={k}"]["nll"] == pytest.approx(nll, rel=1e-6)
     plain = evaluation.score(text, base)["nll"]
     assert abs(results["lora-seed=0,attack=zero,k=0"]["nll"] - plain) > 1e-3
+
+
+def test_the_neurons_attacked_are_those_before_training(files, tmp_path):
+    """Here training makes other neurons massive; `anew` attacks those."""
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf[..., ::-1] if path[-2].key in ("gate", "up") else leaf,
+        load_model(str(files[0])).params,
+    )
+    run = tmp_path / "run"
+    trained = dataclasses.replace(load_model(str(files[0])), params=params)
+    save_pretrained(trained.config, params, run / "model", tokenizer=trained.tokenizer)
+    (run / "config.json").write_text(json.dumps({"model": str(files[0])}))
+    options = {"text": files[1], "window": 16, "max_windows": 2}
+    options |= {"config": "configs/attack_table.py", "models": (str(run / "model"),)}
+    before, now = (
+        massive_weights(one.config, one.params) for one in (load_model(str(files[0])), trained)
+    )
+    assert before.indices[:3].tolist() != now.indices[:3].tolist()
+    for name, anew, massive in (("before", False, before), ("now", True, now)):
+        done = run_script("sweep", "--sweep=trained", **options, anew=anew, workdir=tmp_path / name)
+        assert done.code == 0, done.err
+        results = results_in(tmp_path / name)
+        [attacked] = [one for point, one in results.items() if point.endswith("k=3")]
+        where = attacked["layer_index"], attacked["indices"]
+        assert where == (massive.layer, massive.indices[:3].tolist())
 
 
 def test_filled_up_is_the_same_function(files):

@@ -106,6 +106,22 @@ def test_whom_macdrop_drops(config, scope):
     assert len({tuple((p, x.shape) for p, x in flatten(one).items()) for one in shapes}) == 1
 
 
+def test_named_neurons_are_attacked_instead():
+    """Those of a model before its training, in their order, with the |h| that they have now."""
+    model = Model(LLAMA, planted(LLAMA), None, "tiny")
+    massive = massive_weights(LLAMA, model.params)
+    order = massive.indices[[3, 0, 2]].tolist()
+    changed, report = attacked(model, k=2, layer=1, neurons=tuple(order))
+    assert report["indices"] == order[:2] and report["layer_index"] == 1
+    assert report["magnitudes"] == massive.magnitudes[[3, 0]].tolist()
+    up = unstack(changed.params)["layers"][1]["ffn"]["up"]["kernel"]
+    assert np.flatnonzero(~up.any(0)).tolist() == sorted(order[:2])
+    refused("99; layer 1", attacked, model, layer=1, neurons=(99,))
+    refused("3; layer 1", attacked, model, layer=1, neurons=(3, 3))
+    refused("k=2: neurons names 1", attacked, model, k=2, layer=1, neurons=(3,))
+    refused("say of which layer", attacked, model, neurons=(3,))
+
+
 @pytest.mark.parametrize("k", [0, 1, 3, 12])
 @pytest.mark.parametrize("attack", ["zero", "retain"])
 def test_an_attack_silences_those_neurons_and_nothing_else(model, attack, k):
