@@ -50,6 +50,8 @@ def get_config() -> ConfigDict:
             "unroll": 1,  # layers a scan step
             # transformers | torch.compile: torch on the same weights, interleaved (extra `parity`).
             "peer": "",
+            # Of model, with a peer: a second model, to compare how far each is ahead of the peer.
+            "beside": "",
             # Measured rounds, after one that compiles.
             "repetitions": 20,
             # Of streaming: on the disk to be measured, with room for three checkpoints (default:

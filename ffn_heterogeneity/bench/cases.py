@@ -187,32 +187,46 @@ def time_model(
     step" is forward, backward and AdamW on it, with the NLL alone, with NUCL (mstd) or JREG, or
     with only adapters trained; "perplexity" uses `config.windows` windows; "generate n" continues n
     prompts of 64 tokens by 32, greedily. Finished rounds are saved in `workdir`; a rerun reads
-    them.
+    them. The calls of a second model, `config.beside`, take their turns between them.
 
     Args:
       model: None: `config.model`.
 
     Raises:
-      ValueError: an unknown peer, model, call or dtype, or one that the model does not support.
+      ValueError: an unknown peer, model, call or dtype, or one that the model does not support;
+        a model beside without a peer.
     """
     check_choice("peer", config.peer, ("", *PEERS))
     for key, choices in (("calls", CALLS), ("dtypes", DTYPES)):
         for name in config[key]:
             check_choice(key, name, choices)
-    model = model or load_config(config.model)
+    if config.beside and not config.peer:
+        raise ValueError(f"beside={config.beside!r} compares ratios to a peer: name it (peer=)")
+    about, calls = machine(), {}
+    models = {"": model or load_config(config.model)}
+    models |= {f"{config.beside}: ": load_config(config.beside)} if config.beside else {}
+    for prefix, one in models.items():
+        new, facts = _calls(one, config)
+        calls |= {prefix + name: call for name, call in new.items()}
+        about |= facts
+    seconds = timing.take_turns(calls, config.repetitions, workdir / "rounds")
+    return {"machine": about, "seconds": seconds, "tables": _tables(seconds, config)}
+
+
+def _calls(model: ModelConfig, config: Any) -> tuple[dict[str, Callable[[], Any]], dict]:
+    """{call and dtype: ours, "torch: " and the same: the peer's}, facts about the peer."""
     if "perplexity" in config.calls:
         causal_lm.require_decoder(model, "perplexity")
-    ours, peer, about, calls = Ours(model, config), None, machine(), {}
+    ours, peer, about, calls = Ours(model, config), None, {}, {}
     if config.peer:
         peer = Torch(model, ours.params, config.batch, config.peer)
-        about |= {"peer": config.peer} | peer.about()
+        about = {"peer": config.peer} | peer.about()
     for call, dtype in itertools.product(config.calls, config.dtypes):
         rows = ours.rows(call)
         calls[f"{call}, {dtype}"] = products(dtype)(ours.call(call, dtype, rows))
         if peer and call not in [*STEPS][1:]:
             calls[f"torch: {call}, {dtype}"] = peer.call(call, dtype, rows)
-    seconds = timing.take_turns(calls, config.repetitions, workdir / "rounds")
-    return {"machine": about, "seconds": seconds, "tables": _tables(seconds, config)}
+    return calls, about
 
 
 class Ours:
@@ -284,6 +298,10 @@ def _tables(seconds: Mapping[str, np.ndarray], config: Any) -> list[dict]:
             ratios[f"{name} / {base}"] = paired(ours, seconds[base])
         if half and full in seconds:
             ratios[f"{full} / {dtype}"] = paired(seconds[full], ours)
+        other = f"{config.beside}: "
+        if peer is not None and other + name in seconds:
+            ahead = seconds[f"{other}torch: {name}"] / seconds[other + name]
+            ratios[f"{name} / {config.beside}'s"] = paired(peer / ours, ahead)
     size = f"{config.batch} x {config.seq_len} tokens"
     title = f"{config.model}, {size}, perplexity of {config.windows} windows of {config.window}; "
     title += f"{config.repetitions} rounds, medians in seconds, ratios of each round's own"

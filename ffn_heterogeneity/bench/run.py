@@ -14,6 +14,7 @@ from ffn_heterogeneity.io.rows import write_results
 SHAPE, WHOLE, SIZE = r"^[^,]+|\d+ x \d+ tokens", r"^[^;]+", r"\[B.*(?=;)"
 PEER, SPENT = "Torch's time / ours", "Times of the value and its gradient"
 GENERATED = f"{PEER}; `generate n` continues n prompts of {PROMPT} tokens by {NEW}"
+AHEAD = f"{PEER}, over the same ratio of another model in the same rounds"
 FUSED = "Time / the whole model's; three quarters of the FFNs' neurons, or weights, of the last "
 FUSED += "two thirds of its layers (with experts: of the last 4 sparse layers of each stack) are "
 FUSED += "gone; with LoRA none"
@@ -26,6 +27,7 @@ MODEL: Questions = {
     "Do NUCL and JREG slow a step?": ("With / without", r".* \+ (.*) / train step, .*", SHAPE),
     "Do MacDrop and DoRA slow LoRA steps?": ("Time / LoRA's", r".* of (.*) / train.*", SHAPE),
     # Of the calls themselves: those with a term have a "+".
+    "Is a model as far ahead of torch as another?": (AHEAD, r"(.*, \w+ / .*)'s", SHAPE),
     "Is bfloat16 faster?": ("Time in float32 / bfloat16", r"([^+]+), float32 / bfloat16", WHOLE),
 }
 NUCL: Questions = {

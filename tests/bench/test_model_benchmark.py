@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tiny_models import LLAMA, config_of, tiny_of
+from tiny_models import LLAMA, config_of, random_params, save_tiny, tiny_of
 from tiny_runs import refused
 
 from ffn_heterogeneity.bench import cases as bench
@@ -79,6 +79,26 @@ def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_second_model_takes_turns_in_the_same_rounds(torch, tmp_path):
+    save_tiny(tmp_path / "other", LLAMA, random_params(LLAMA))
+    config = config_of("benchmark", calls=("forward",), dtypes=("float32",), **SIZES)
+    config.beside = str(tmp_path / "other")
+    refused("name it", bench.time_model, config, tmp_path, model=MODEL)
+    config.peer = "transformers"
+    results = bench.time_model(config, tmp_path / "run", model=tiny_of("t5", 4))
+    seconds, name = results["seconds"], "forward, float32"
+    assert len(seconds) == 4
+    ahead = [
+        seconds[f"{who}torch: {name}"] / seconds[who + name] for who in ("", f"{config.beside}: ")
+    ]
+    [row] = results["tables"][1]["rows"]
+    assert row[0] == f"{name} / {config.beside}'s"
+    assert row[1].startswith(f"{np.median(ahead[0] / ahead[1]):.3f}")
+    write_json(tmp_path / "results.json", {"benchmark": "model", **results})
+    page = write_page([str(tmp_path / "results.json")], tmp_path)
+    assert "as far ahead of torch as another" in page and row[1] in page
+
+
 def test_adapters_stand_beside_lora(tmp_path):
     calls = [name for name in bench.STEPS if " of " in name]
     config = config_of("benchmark", calls=tuple(calls), **SIZES)
