@@ -189,14 +189,35 @@ def without_tied(
       CheckpointError: the head differs from the embedding.
     """
     heads = [name for name in HEADS if config.tied and name in tensors]
+    embedding = _embedding(rules)
     for name in heads:
-        embedding = next(rule.names[0] for rule in rules if rule.paths == ("embed/embedding",))
         if not _equal(tensors[name].load(), tensors[embedding].load()):
             raise CheckpointError(
                 f"{tensors[name].file}: {name!r} differs from {embedding!r} but the config ties "
                 "them (tie_word_embeddings): set it to false, or drop the tensor"
             )
     return {name: stored for name, stored in tensors.items() if name not in heads}
+
+
+def with_embedding(
+    config: ModelConfig,
+    rules: Sequence[Rule],
+    tensors: Mapping[str, Stored],
+    tables: Sequence[str] = (),
+) -> dict[str, Stored]:
+    """Return the tensors with the embedding under its own name.
+
+    Of tensors that share memory some writers keep one, under any of its names: one of `tables`, or
+    the head to which the config ties the embedding.
+    """
+    own, names = _embedding(rules), [*tables, *(HEADS if config.tied else ())]
+    found = next((name for name in (own, *names) if name in tensors), own)
+    return {own if name == found else name: stored for name, stored in tensors.items()}
+
+
+def _embedding(rules: Sequence[Rule]) -> str:
+    """The name of the embedding's tensor."""
+    return next(rule.names[0] for rule in rules if rule.paths == ("embed/embedding",))
 
 
 def _equal(a: np.ndarray, b: np.ndarray, chunk: int = 1 << 24) -> bool:

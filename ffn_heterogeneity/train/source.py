@@ -121,7 +121,7 @@ def _new_t5(shape: Mapping[str, Any], ids: Mapping[str, int | None]) -> ModelCon
     widths = [shape["ffn_width"]] * (encoder + shape["layers"])
     experts = {name: shape[name] for name in ("experts", "capacity", "jitter") if name in shape}
     ffn = "relu" if experts else "gated-gelu"
-    config = t5.model(widths, encoder, ffn, sizes | special, scaled=shape["tied"])
+    config = t5.model(widths, encoder, ffn, sizes | special)
     if not experts:
         return config
     sparse = {stack: max((end - start) // 2, 1) for stack, (start, end) in config.stacks.items()}

@@ -1,5 +1,6 @@
 """Safetensors directories: strict reading, exact writing."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoint_tools import DOWN, edit, random_params, refused, same, tiny_config
 from safetensors.numpy import load_file
+from tiny_models import tiny_of
 
 from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -164,6 +166,30 @@ def test_redundant_tensors_are_tolerated_only_when_they_say_nothing(saved):
     edit(directory, lambda t: t["lm_head.weight"].__setitem__((0, 0), 9.0))
     with pytest.raises(CheckpointError, match="'lm_head.weight' differs"):
         read_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "others"),
+    [
+        ("t5", False, ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight")),
+        ("t5", False, ("encoder.embed_tokens.weight",)),
+        ("t5", True, ("lm_head.weight",)),
+        ("llama", True, ("lm_head.weight",)),
+    ],
+)
+def test_an_embedding_under_another_of_its_names(family, tied, others, tmp_path):
+    """MADLAD-400's T5 has no "shared.weight"; writers may keep a tied head in its place."""
+    config = dataclasses.replace(tiny_of(family, 4), tied=tied)
+    if family == "t5":
+        scale = config.d_model**-0.5 if tied else 1.0
+        config = dataclasses.replace(config, output_multiplier=scale)
+    params = random_params(config)
+    save_pretrained(config, params, tmp_path / "m")
+    own = "shared.weight" if family == "t5" else "model.embed_tokens.weight"
+    edit(tmp_path / "m", lambda t: t.update(dict.fromkeys(others, t.pop(own))))
+    same(read_pretrained(tmp_path / "m")[1], params)
+    edit(tmp_path / "m", lambda t: [t.pop(name) for name in others])
+    refused(tmp_path / "m", f"missing tensors: '{own}'")
 
 
 def test_buffers_of_old_gpt_neox_files_are_ignored_and_a_tied_head_too(tmp_path):

@@ -18,7 +18,13 @@ import jax
 
 from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes, make_head
 from ffn_heterogeneity.io import safetensors, tokenizer_files
-from ffn_heterogeneity.io.assemble import Stored, assemble, leaf_shapes, without_tied
+from ffn_heterogeneity.io.assemble import (
+    Stored,
+    assemble,
+    leaf_shapes,
+    with_embedding,
+    without_tied,
+)
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.hf import classifiers, peft
 from ffn_heterogeneity.io.hf.export import GENERATION, NATIVE_KEY, with_generation
@@ -194,7 +200,7 @@ def _stored(
     if left_out and verbose:
         what = f"{len(left_out)} tensors that the model does not use"
         print(f"left out: {what}: {some(left_out, 2)}", file=sys.stderr)
-    return tensors
+    return with_embedding(config, family.rules(config), tensors, family.tables)
 
 
 def parts(family: Family, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -66,6 +66,7 @@ class Family:
         if they differ from the family's name.
       rules: `ModelConfig` -> the `Rule`s of a safetensors checkpoint.
       redundant: regexes of tensors that contain no information and may be ignored.
+      tables: names that the embedding has in files without its own.
       left_out: regexes of unsupported tensors (pre-training heads); the reader prints that they are
         not read.
       own_name: a tensor's name in a file -> its name in `rules`.
@@ -95,6 +96,7 @@ class Family:
     gguf_architecture: str = ""
     rules: Callable[[ModelConfig], list[Rule]] = hf_rules
     redundant: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    tables: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     own_name: Callable[[str], str] = str
     by_tensors: ByTensors | None = None

@@ -42,13 +42,13 @@ _FFN = {"relu": ("plain", "relu")} | _GATED
 
 
 def model(
-    widths: Collection[int], encoder: int, ffn: str, fields: Mapping[str, Any], scaled: bool = True
+    widths: Collection[int], encoder: int, ffn: str, fields: Mapping[str, Any]
 ) -> ModelConfig:
     """A T5 with these FFN widths, the first `encoder` of them the encoder's; all: it alone.
 
     Args:
       ffn: "relu" | "gated-gelu" | ..., config.json's `feed_forward_proj`.
-      scaled: whether the head's input is divided by sqrt(d_model).
+      fields: with "tied"; the input of a tied head is divided by sqrt(d_model).
     """
     (kind, activation), alone = _FFN[ffn], encoder == len(widths)
     layers = tuple(
@@ -62,7 +62,7 @@ def model(
         positions="relative",
         n_encoder_layers=0 if alone else encoder,
         lm_head=not alone,
-        output_multiplier=fields["d_model"] ** -0.5 if scaled and not alone else 1.0,
+        output_multiplier=fields["d_model"] ** -0.5 if fields["tied"] and not alone else 1.0,
     )
 
 
@@ -70,8 +70,7 @@ def preset(layers: int, d_model: int, width: int, heads: int, ffn: str) -> Model
     """A published shape, with equally many layers in both stacks."""
     ids = {"bos_id": 0, "eos_id": 1, "pad_id": 0, "vocab_size": 32_128, "max_position": 512}
     sizes = {"d_model": d_model, "n_heads": heads, "n_kv_heads": heads, "head_dim": 64}
-    tied = ffn == "relu"
-    return model([width] * (2 * layers), layers, ffn, sizes | ids | {"tied": tied}, tied)
+    return model([width] * (2 * layers), layers, ffn, sizes | ids | {"tied": ffn == "relu"})
 
 
 _OLD = {"small": (6, 512, 2048, 8), "base": (12, 768, 3072, 12), "large": (24, 1024, 4096, 16)}
@@ -109,7 +108,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
         "eos_id": tuple(eos) if isinstance(eos, list) else eos,
     }
     widths = [values["d_ff"]] * (values["num_layers"] + behind * (not alone))
-    return model(widths, values["num_layers"], ffn, fields, scaled)
+    return model(widths, values["num_layers"], ffn, fields)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -142,6 +141,7 @@ FAMILY = common.Family(
     common.no_gguf,
     rules=t5_names.tensor_rules,
     redundant=(r"(encoder|decoder)\.embed_tokens\.weight", r".*EncDecAttention\.relative_.*"),
+    tables=t5_names.TABLES,
     own_name=t5_names.own_name,
     by_tensors=t5_names.by_tensors,
     width_key="d_ff",

@@ -28,6 +28,8 @@ CLASSIFIER = {
     for module, stored in (("dense", "dense"), ("out", "out_proj"))
     for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
 }
+# The embedding under the stacks' names; files of MADLAD-400 have no "shared.weight".
+TABLES = ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight")
 _TOP = {"embed/embedding": "shared", "head/kernel": "lm_head"}
 
 
