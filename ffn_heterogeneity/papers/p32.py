@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pandas
@@ -11,7 +11,7 @@ import pandas
 from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
-from ffn_heterogeneity.report.stats import OPEN, TOLD, interval
+from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, TOLD, interval, verdict
 
 # Pooling -> the paper's name, or ours; task -> score of its most frequent answer.
 METHODS, MAJORITY = (printed("p32")[key] for key in ("methods", "majority"))
@@ -192,28 +192,44 @@ average_above_baseline = partial(claimed, method="Avg.Pool", base="Baseline")
 above_average = partial(claimed, method="P-32", base="Avg.Pool")
 
 
-def depths(figure_4: Frame) -> dict[tuple[str, str], Any]:
-    """(model, task) -> scores by the number of blocks, means over seeds."""
+def depths(figure_4: Frame) -> dict[tuple[str, str], Frame]:
+    """(model, task) -> scores, a row for each seed and a column for each number of blocks."""
     by = figure_4.groupby(["panel", "line"], sort=False)
-    return {key: its.groupby("x")["y"].mean() for key, its in by}
+    return {key: its.pivot_table("y", "seed", "x", dropna=False) for key, its in by}
 
 
-def told_by_depth(depths: dict, tell: Callable[[Any], bool]) -> Frame:
-    """A claim on scores by blocks."""
+def best_depth(its: Frame) -> Any:
+    """The number of blocks with the highest mean."""
+    return its.mean().idxmax()
+
+
+def rising_with_depth(depths: dict) -> Frame:
+    """Each depth against the one before, seed by seed; the weakest step decides."""
     parts = []
-    for (model, task), its in depths.items():
-        text = f"best at {its.idxmax()} of {its.index.max()}"
-        parts.append((model, task, text, TOLD[bool(tell(its))]))
+    for key, its in depths.items():
+        steps = [
+            interval(list((its[b] - its[a]).dropna())) for a, b in pairwise(sorted(its.columns))
+        ]
+        told, text = [verdict(step, 1) for step in steps], f"best at {best_depth(its)}"
+        worst = min(told, key=[FAILS, OPEN, HOLDS].index)
+        parts.append((*key, f"{text} of {max(its.columns)}", worst))
     return pandas.DataFrame(parts, columns=c.PARTS)
 
 
-rising_with_depth = partial(told_by_depth, tell=lambda its: (its.diff().dropna() > 0).all())
-overthinking = partial(told_by_depth, tell=lambda its: its.idxmax() < its.index.max())
+def overthinking(depths: dict) -> Frame:
+    """The best of fewer blocks against all, seed by seed; that it was chosen favors it."""
+    cells = {}
+    for key, its in depths.items():
+        every = max(its.columns)
+        fewer = best_depth(its.drop(columns=every))
+        cells[key] = interval(list((its[fewer] - its[every]).dropna()))
+    index = pandas.MultiIndex.from_tuples(cells, names=c.CLAIM)
+    return c.judged(pandas.Series(cells.values(), index, dtype=object))
 
 
 def peak_at_best_depth(full: Frame, depths: dict) -> Frame:
     rows = full.query("method == 'P-32' and what == @PEAK")
-    best = {key: its.idxmax() for key, its in depths.items()}
+    best = {key: best_depth(its) for key, its in depths.items()}
     at = c.label(rows, lambda *key: best.get(key), "model", "data.task")
     verdict = (at == rows["value"]).map(TOLD).where(at.notna(), OPEN)
     part = rows["data.task"] + ", seed " + rows.seed.astype(str)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pandas
 import pytest
 from builders import FLAT, RISING, claim, pretrain, training
 
-from ffn_heterogeneity.report.stats import interval, verdict
+from ffn_heterogeneity.papers import p32
+from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
 
 BELOW, NLL = "zeta_L is below the baseline's at every alpha", "the validation NLL is below"
 GROWS, PUBLISHED = "zeta_L grows from checkpoint to checkpoint", "zeta_L of a published model"
@@ -81,3 +83,23 @@ def test_mstd_against_gini_is_computed(report, tmp_path):
     measured, verdict = claim(tables, "mstd's entropy")
     assert measured == "alpha = 1 0.1; alpha = 10 -0.5" and verdict == "does not hold (alpha = 1)"
     assert claim(tables, "mstd's text loss")[1] == "holds"
+
+
+def test_claims_about_depth_are_judged_seed_by_seed():
+    """Which depth does best is said of the mean; whether it is better, of the paired interval."""
+
+    def scores(*seeds):
+        return pandas.DataFrame(seeds, columns=[1, 2, 3]).astype(float)
+
+    depths = {
+        ("m", "rises"): scores([1, 5, 9], [2, 6.1, 10], [1, 5, 9.1]),
+        ("m", "sinks"): scores([1, 9, 5], [2, 10.1, 6], [1, 9, 5.1]),
+        ("m", "unclear"): scores([1, 9, 5], [2, 4, 6], [1, 5, 5.1]),
+        ("m", "one seed"): scores([1, 9, 5]),
+    }
+    rising, fewer = p32.rising_with_depth(depths), p32.overthinking(depths)
+    assert rising.verdict.tolist() == [HOLDS, FAILS, OPEN, FAILS]
+    assert fewer.verdict.tolist() == [FAILS, HOLDS, OPEN, HOLDS]
+    assert rising.value.tolist() == ["best at 3 of 3", *["best at 2 of 3"] * 3]
+    mean, low, high, n, _ = fewer.value[2]
+    assert (mean, n) == (pytest.approx(19 / 30), 3) and low < 0 < high

@@ -6,6 +6,7 @@ text; of a figure x and y. Labels are not in it: the functions make them now. go
 holds what those functions first said of every claim: [run on, measured, verdict]. P-32's and MLP
 Fusion's values were made again when scores became those of the last evaluation, not of the best
 (and when the kernels were measured again);
+the two on depth, when they were first judged seed by seed;
 `test_scores_are_those_of_the_last_evaluation` recomputes them without the reports.
 """
 
