@@ -40,6 +40,7 @@ class LabelTask:
       rows: number of rows of the training split.
       numbers: labels of the numbers 0, 1, ... in a file, in any case; None: `labels`; (): numbers
         are rejected.
+      positive: the number of the label whose F1 is "f1".
     """
 
     name: str
@@ -53,6 +54,7 @@ class LabelTask:
     )
     rows: int = 0
     numbers: tuple[str, ...] | None = None
+    positive: int = 1
 
     @property
     def regression(self) -> bool:
@@ -237,8 +239,12 @@ def get_task(name: str, fields: Sequence[str] = (), labels: Sequence[str] = ()) 
     if labels:
         if len(set(labels)) < 2 or len(set(labels)) < len(labels):
             raise DataError(f"labels {', '.join(labels)}: two or more, each once")
-        moved = tuple(labels) != task.labels and sorted(labels) == sorted(task.labels)
-        task = dataclasses.replace(task, labels=tuple(labels), numbers=() if moved else None)
+        if tuple(labels) != task.labels and sorted(labels) == sorted(task.labels):  # moved
+            positive = labels.index(task.labels[task.positive])
+            task = dataclasses.replace(task, numbers=(), positive=positive)
+        else:
+            task = dataclasses.replace(task, numbers=None)
+        task = dataclasses.replace(task, labels=tuple(labels))
     if not task.fields:
         raise DataError(f"task {name!r} needs --config.fields=<a>[,<b>], where its texts are")
     return task

@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.data.record_source import DataError, Source
-from ffn_heterogeneity.data.sources import ListSource, Subset, named_place, open_source, read_each
+from ffn_heterogeneity.data.sources import ListSource, Subset, files_of, named_place, open_source
 from ffn_heterogeneity.data.tasks import Fields, MixedTask, Task, get_task
 from ffn_heterogeneity.data.tasks.base import Expand
 
@@ -33,12 +33,29 @@ class ExpandedSource(ListSource):
     in both parts.
     """
 
-    def __init__(self, source: Source, name: str, expand: Expand, training: bool = True):
-        records, places, groups = [], [], []
-        for row, made in enumerate(read_each(source, lambda record: expand(record, training))):
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        expand: Expand,
+        training: bool = True,
+        skip_bad: bool = False,
+    ):
+        records, places, groups, bad = [], [], [], []
+        for row in range(len(source)):
+            try:
+                with named_place(source, row):
+                    made = expand(source[row], training)
+            except DataError as error:
+                if not skip_bad:
+                    raise
+                bad.append(error)
+                continue
             records += made
             places += [source.where(row)] * len(made)
             groups += [row] * len(made)
+        if bad:
+            _log.warning("%d of %d rows are left out; the first: %s", len(bad), len(source), bad[0])
         if not records:
             raise DataError(
                 f"{source.name}: none of its {len(source)} rows is an example of {name}"
@@ -122,6 +139,7 @@ def open_task(
     split: str,
     *,
     left_out: Sequence[str] = (),
+    skip_bad: bool = False,
     **opened: Any,
 ) -> Source:
     """Open the records of a task, one example each.
@@ -130,6 +148,7 @@ def open_task(
       task, path, split: as in `DataConfig`. For a mixture `path` is the root that has a folder for
         every member with `<split>.jsonl` or `.parquet`; "" takes the members from the hub.
       left_out: options whose members are excluded ("with_dpr").
+      skip_bad: rows with several examples that are no such rows are left out.
       opened: further arguments of `open_source`.
 
     Raises:
@@ -141,13 +160,21 @@ def open_task(
         sources = []
         for member in members:
             file = member_file(path, member, split) if path else ""
-            sources.append(open_task(get_task(member.task), file, split, **opened))
+            own = get_task(member.task)
+            sources.append(open_task(own, file, split, skip_bad=skip_bad, **opened))
         weights = [member.weight for member in members]
         names = [member.task for member in members]
         name = f"{task.name} in {path}" if path else task.name
         return MixedSource(name, list(zip(names, weights, sources, strict=True)))
     source = open_source(place_of(task, path), split=split, **opened)
-    return ExpandedSource(source, task.name, task.expand) if task.expand else source
+    if not task.expand:
+        return source
+    return ExpandedSource(source, task.name, task.expand, skip_bad=skip_bad)
+
+
+def read_twice(task: Task, *paths: str | Sequence[str]) -> set[str]:
+    """The files that two paths have in common; none of a mixture, whose splits are files."""
+    return set() if task.members else set.intersection(*map(files_of, paths))
 
 
 def place_of(task: Task, path: str) -> str:

@@ -155,6 +155,7 @@ class Pipeline(Feed):
         config, task = self.config, self.task
         options = [member.option for member in task.members if member.option]
         opened = {"revision": config.revision, "passage_chars": config.passage_chars}
+        opened |= {"skip_bad": config.skip_bad}
         split = config.split or task.split
         left_out = [option for option in options if not getattr(config, option)]
         source = mixtures.open_task(task, config.path, split, left_out=left_out, **opened)
@@ -163,8 +164,14 @@ class Pipeline(Feed):
         self._check_records(source)
         if not (config.validation_path or config.validation_split):
             return split_records(source, config.validation_fraction)
+        path = config.validation_path or config.path
+        if twice := mixtures.read_twice(task, path, config.path):
+            raise DataError(
+                f"{min(twice)}: training and validation both read it: name other files, or hold "
+                "out a part (data.validation_fraction)"
+            )
+        split = config.validation_split or ("validation" if config.validation_path else split)
         # Members that only help in training have no validation file.
-        path, split = config.validation_path or config.path, config.validation_split or split
         held_out = mixtures.open_task(task, path, split, left_out=options, **opened)
         self._check_records(held_out)
         return Subset(source, range(len(source))), Subset(held_out, range(len(held_out)))

@@ -268,6 +268,13 @@ def decode_utf8(path: str, data: bytes, offset: int = 0) -> str:
         ) from error
 
 
+def files_of(path: str | Sequence[str]) -> set[str]:
+    """The files that `open_source` reads; none of a hub data set or a saved folder."""
+    paths = [path] if isinstance(path, str) else path
+    files = (file for name in paths if name for file in _expand(name))
+    return {os.path.realpath(file) for file in files if kind_of(file) != "hub"}
+
+
 def _expand(name: str) -> list[str]:
     """Replace a directory by its data files in order; a saved folder or other path is kept."""
     name = os.path.expanduser(name)

@@ -77,7 +77,7 @@ class NtkSettings(ModelSettings):
     def task(self) -> LabelTask:
         """The task whose rows are read; a user's task gets two labels with arbitrary names."""
         fields = tuple(field for field in self.fields.split(",") if field)
-        return get_task(self.data.task, fields, ("a", "b"))
+        return get_task(self.data.task, fields, ("a", "b") if self.data.task == "labels" else ())
 
     def read(self) -> None:
         if self.data.path:
@@ -227,7 +227,8 @@ def without_kernel(model: Model, layer: int) -> Model:
 def _rows(settings: NtkSettings, model: Model) -> Encoded:
     """The first `max_rows` rows of the data."""
     task = settings.task
-    source = labelled.open_rows(settings.data.path or task.hub, "validation")
+    split = next(iter(task.validation.values()))
+    source = labelled.open_rows(settings.data.path or task.hub, split)
     form = row_form(model.config, settings.data.task, model.config.max_position)
     data = labelled.encode_rows(task, source, tokenizer_of(model), form, labelled=False)
     return labelled.chosen_rows(data, range(min(settings.max_rows or len(data), len(data))))

@@ -92,7 +92,11 @@ class HarnessLM(TemplateLM):
             add = False
         # The tokenizer's rule, which is not always True.
         arguments = {} if add is None else {"add_special_tokens": add}
-        return list(self.tokenizer.encode(string, **arguments))
+        ids, first = list(self.tokenizer.encode(string, **arguments)), self.tokenizer.bos_token_id
+        if add_special_tokens is None and add and first is None:
+            raise ValueError("add_bos='always': this tokenizer has no bos token")
+        # Many tokenizers add none by themselves.
+        return [first, *ids] if add_special_tokens is None and add and ids[:1] != [first] else ids
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -146,12 +150,14 @@ class HarnessLM(TemplateLM):
         return answers
 
     def _fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Remove the oldest tokens that do not fit; at least one context token remains."""
+        """Remove the oldest tokens that do not fit; at least one context token remains, and a bos
+        before others."""
         over = len(context) + len(continuation) - 1 - self.max_length
         if over <= 0:
             return context, continuation
-        context = context[over:] if over < len(context) else context[-1:]
-        return context, continuation[-self.max_length :]
+        kept = max(len(context) - over, 1)
+        bos = context[:1] if kept > 1 and context[0] == self.tokenizer.bos_token_id else []
+        return bos + context[len(bos) - kept :], continuation[-self.max_length :]
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts, window by window; every token is predicted once."""

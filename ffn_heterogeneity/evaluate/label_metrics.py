@@ -21,16 +21,20 @@ def task_metrics(task: LabelTask, predictions: np.ndarray, targets: np.ndarray) 
     """Compute the metrics of a task, with intervals."""
     if task.regression:
         return number_metrics(predictions, targets, task.metrics)
-    return label_metrics(predictions, targets, len(task.labels), task.metrics)
+    return label_metrics(predictions, targets, len(task.labels), task.metrics, task.positive)
 
 
 def label_metrics(
-    predictions: np.ndarray, targets: np.ndarray, count: int, names: Sequence[str]
+    predictions: np.ndarray,
+    targets: np.ndarray,
+    count: int,
+    names: Sequence[str],
+    positive: int = 1,
 ) -> dict[str, float]:
     """Compute `{name, name_low, name_high}` of each metric, and "n".
 
         accuracy:  sum_c C[c, c] / n
-        f1:        2 TP / (2 TP + FP + FN) of label 1, as in GLUE for two labels
+        f1:        2 TP / (2 TP + FP + FN) of one label, as in GLUE for two labels
         macro_f1:  mean F1 over all labels
         matthews:  the correlation R_K of any number of labels (Gorodkin 2004; for two, Matthews')
 
@@ -39,13 +43,14 @@ def label_metrics(
     Args:
       predictions, targets: numbers of labels, [n].
       count: number of labels.
+      positive: the number of the label of "f1".
     """
     meant, said = np.indices((count, count)).reshape(2, -1).tolist()
     table = np.bincount(targets.astype(int) * count + predictions.astype(int), minlength=count**2)
     n = int(table.sum())
     draws = np.random.default_rng(SEED).multinomial(n, table / n, DRAWS)
     every, results = range(count), dict[str, float]()
-    kinds = {"accuracy": (metrics.accuracy,), "f1": (metrics.macro_f1, (1,))}
+    kinds = {"accuracy": (metrics.accuracy,), "f1": (metrics.macro_f1, (positive,))}
     kinds |= {"macro_f1": (metrics.macro_f1, every), "matthews": (metrics.matthews, every)}
     for name in names:
         metric, *labels = kinds[name]

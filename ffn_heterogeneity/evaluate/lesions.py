@@ -151,6 +151,8 @@ def resumed(
     tail_config = dataclasses.replace(
         config, layers=config.layers[layer:], tied=False, embedding_multiplier=1.0
     )
+    if config.positions == "learned":  # the states have them; layers without rotary tables
+        tail_config = dataclasses.replace(tail_config, positions="rotary")
     params = {**tree, "layers": layers, "head": tree.get("head", {"kernel": kernel})}
     params["embed"] = {"embedding": np.asarray(states_btd).reshape(-1, config.d_model)}
     return tail_config, restack(tail_config, params)

@@ -132,7 +132,8 @@ def _states(
         seen = seen[stack] if len(config.stacks) > 1 else seen
         seen = jax.tree.map(lambda leaf: leaf[layer - first], seen)
         # The gradient of a sum over rows, which do not see each other.
-        return jnp.sum(jax.nn.softmax(logits)[:, 0]), seen
+        answers = jax.nn.softmax(logits) if logits.shape[-1] > 1 else logits
+        return jnp.sum(answers[:, 0]), seen
 
     nudge = jnp.zeros((*batch["tokens"].shape, config.d_model), options.compute_dtype)
     delta, seen = jax.grad(probability, has_aux=True)(nudge)

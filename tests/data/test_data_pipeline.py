@@ -183,6 +183,38 @@ def test_validation_of_its_own(write, characters, monkeypatch):
     assert documents_of(pipeline.train_iterator(epochs=1)) == ["t"] * 5
 
 
+def test_training_and_validation_never_read_one_file(write, characters, tmp_path):
+    """Nor a split that files do not have, which would be all of them."""
+    train = write("train.jsonl", [{"text": "t"}] * 5)
+    both = {"path": train, "packing": False, "validation_fraction": 0.0}
+    for wrong in (
+        {"validation_path": train},
+        {"validation_split": "validation"},
+        {"path": str(tmp_path), "validation_path": train},
+    ):
+        refused(
+            "training and validation both read it",
+            make_pipeline,
+            both | wrong,
+            characters(),
+            2,
+            4,
+            0,
+            error=DataError,
+        )
+
+
+def test_a_saved_data_set_has_its_own_validation(characters, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    parts = {"train": "t", "validation": "v"}
+    rows = {name: datasets.Dataset.from_list([{"text": x}] * 3) for name, x in parts.items()}
+    datasets.DatasetDict(rows).save_to_disk(str(tmp_path / "saved"))
+    config = {"path": str(tmp_path / "saved"), "validation_path": str(tmp_path / "saved")}
+    pipeline = make_pipeline(config | {"packing": False}, characters(), 2, 4, 0)
+    assert documents_of(pipeline.validation_iterator()) == ["v"] * 3
+    assert documents_of(pipeline.train_iterator(epochs=1)) == ["t"] * 3
+
+
 def test_prefetching_changes_nothing_and_ends(numbered, characters):
     def batches(prefetch):
         config = {"path": numbered, "prefetch": prefetch}

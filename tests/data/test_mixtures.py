@@ -222,8 +222,10 @@ def test_no_passage_is_on_both_sides(root, characters):
     assert list(one.held_out.rows) == list(other.held_out.rows) == list(held.rows)
 
 
-def test_validation_files_of_their_own(root, characters):
-    pipeline = pipeline_of(root, characters(), validation_split="validation", packing=False)
+@pytest.mark.parametrize("how", ["validation_split", "validation_path"])
+def test_validation_files_of_their_own(root, characters, how):
+    held_out = {how: "validation" if how == "validation_split" else root}
+    pipeline = pipeline_of(root, characters(), **held_out, packing=False)
     prompts = prompts_of(pipeline.validation_iterator())
     # Two rows of each of the eight tasks; DPR has none. WSC: only the first of them refers.
     assert len(prompts) == 5 * 2 + 2 * 3 + 2 * 2 + 1

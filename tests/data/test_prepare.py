@@ -337,6 +337,11 @@ def test_inputs_that_lead_nowhere(write, characters, tmp_path):
         prepare(file, characters(eos=None), tmp_path / "out")
 
 
+def test_folders_named_like_files_are_looked_into(write, tmp_path):
+    inner = write("spark/x.jsonl/part-0.jsonl", [{"text": "x"}])
+    assert find_inputs(str(tmp_path / "spark")) == [(inner, "jsonl")]
+
+
 def test_hub_data_sets(characters, tmp_path, monkeypatch):
     import datasets
 

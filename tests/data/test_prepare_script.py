@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from prepare_tools import documents_of, expected
+from tiny_models import byte_tokenizer
 from tiny_runs import refused
 
 from ffn_heterogeneity.data.sources import DataError
@@ -23,6 +24,14 @@ def configured(workdir, **changes):
     config = cli.load_config(str(REPOSITORY / "configs" / "prepare_data.py"))
     cli.set_keys(config, changes, "test", "configs/prepare_data.py")
     return run(config, epath.Path(workdir))
+
+
+def test_a_dry_run_on_blank_documents(write, tmp_path):
+    tokenizer = str(tmp_path / "tokenizer")
+    byte_tokenizer().save_pretrained(tokenizer)
+    blank = write("blank.txt", " \n\n ")
+    changes = {"input": blank, "tokenizer": tokenizer, "dry_run": True}
+    assert configured(tmp_path / "run", **changes)["tokens_at_most_about"] == 0
 
 
 def test_script_trains_a_tokenizer_and_writes_shards(corpus, tmp_path, capsys):

@@ -208,6 +208,15 @@ def test_a_bad_row_names_its_place(write, name, row, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_bad_row_is_left_out_if_asked(write, caplog):
+    path = write("a.jsonl", [ROWS["wsc"], without(ROWS["wsc"], "label"), ROWS["wsc"]])
+    task = get_task("superglue_wsc")
+    with caplog.at_level("WARNING"):
+        source = open_task(task, path, "train", skip_bad=True)
+    assert len(source) == 2 and source.groups.tolist() == [0, 2]
+    assert "1 of 3 rows are left out" in caplog.text and "line 2" in caplog.text
+
+
 def test_wsc_without_a_referring_pair_has_no_examples(write):
     path = write("a.jsonl", [ROWS["wsc"] | {"label": False}])
     with pytest.raises(DataError, match="none of its 1 rows is an example of superglue_wsc"):

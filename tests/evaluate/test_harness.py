@@ -1,5 +1,6 @@
 """Our language model for the harness, compared with its torch model on the same weights."""
 
+import copy
 import dataclasses
 import io
 import json
@@ -11,6 +12,7 @@ import pytest
 from task_tools import hf_model, instance
 from tiny_models import LLAMA, TEXT, byte_tokenizer, config_of, random_params, run_script, save_tiny
 from tiny_runs import refused
+from tokenizers import processors
 
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import LayerConfig
@@ -169,6 +171,26 @@ def test_a_bos_stands_first_once(tiny, gemma3_tokenizer):
     assert lm.tok_encode("The", add_special_tokens=False) == lm.tok_encode("The")[1:]
     lm.add_bos = False
     assert lm.tok_encode("The")[0] != gemma.bos_token_id
+    # "always" also where the tokenizer's rule adds none, and once where it does.
+    lm.add_bos = True
+    assert lm.tok_encode("The") == lm.tok_encode("<bos>The")
+    silent = copy.deepcopy(gemma)
+    silent._tokenizer.post_processor = processors.Sequence([])
+    lm.tokenizer = silent
+    assert lm.tok_encode("The")[0] == gemma.bos_token_id and lm.tok_encode("The").count(2) == 1
+    assert lm.tok_encode("The", add_special_tokens=False) == lm.tok_encode("The")[1:]
+    silent.bos_token = None
+    refused("no bos token", lm.tok_encode, "The")
+
+
+def test_a_bos_stays_where_a_context_is_cut(tiny):
+    bos, whole = tiny.tokenizer.bos_token_id, tiny.max_length
+    context = [bos, *range(5, whole + 5)]
+    kept, answer = tiny._fit(context, [7, 8])
+    assert kept == [bos, *context[-(whole - 2) :]] and len(kept) == whole - 1
+    assert answer == [7, 8]
+    assert tiny._fit(context[1:], [7, 8])[0] == context[-(whole - 1) :]
+    assert tiny._fit(context, [7] * whole) == (context[-1:], [7] * whole)
 
 
 def test_unknown_generation_settings_are_refused(tiny):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from ffn_heterogeneity.evaluate.label_metrics import label_metrics, number_metrics
+from ffn_heterogeneity.data.glue import get_task
+from ffn_heterogeneity.evaluate.label_metrics import label_metrics, number_metrics, task_metrics
 
 NAMES = ("accuracy", "f1", "macro_f1", "matthews")
 
@@ -44,6 +45,17 @@ def test_two_labels_are_matthews_own():
     assert label_metrics(given, wanted, 2, ["matthews"])["matthews"] == pytest.approx(want)
     constant = label_metrics(np.zeros(6, int), wanted, 2, NAMES)
     assert constant["matthews"] == constant["f1"] == 0 and constant["accuracy"] == 0.5
+
+
+def test_f1_is_that_of_the_tasks_label_in_any_order():
+    given, wanted = np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 1, 1])
+    task = get_task("mrpc")
+    moved = get_task("mrpc", labels=task.labels[::-1])
+    assert moved.labels == task.labels[::-1]
+    scores = task_metrics(task, given, wanted)
+    assert task_metrics(moved, 1 - given, 1 - wanted) == scores
+    assert scores["f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
+    assert get_task("mrpc", labels=("no", "yes")).positive == 1
 
 
 def test_numbers():

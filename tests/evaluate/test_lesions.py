@@ -17,7 +17,9 @@ from ffn_heterogeneity.surgery.criteria import layer_scores
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
-@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("llama", marks=pytest.mark.slow), "gemma2", "gpt2"]
+)
 def case(request, tmp_path_factory):
     root, config = tmp_path_factory.mktemp(request.param), tiny_of(request.param, 4)
     params = random_params(config, dtype=np.float32)

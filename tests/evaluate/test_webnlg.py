@@ -140,7 +140,7 @@ def test_commands(path, tmp_path, tmp_path_factory, capsys):
     """Trains and evaluates a model, then scores the file again with better answers."""
     out = tmp_path_factory.mktemp("out")
     tiny, trained, asked = save_tiny(out / "tiny"), out / "trained", out / "asked"
-    data = {"data.path": path, "data.validation_path": path, "data.validation_fraction": 0.0}
+    data = {"data.path": path, "data.validation_fraction": 0.5}
     small = {"steps": 2, "batch_size": 2, "seq_len": 128, "tensorboard": False}
     fh.run("train", f"nucl_finetune:{tiny},webnlg", trained, data | small)
     ask = settings_of(tmp_path) | {"model": str(trained / "model"), "max_new_tokens": 4}

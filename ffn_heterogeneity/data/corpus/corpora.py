@@ -99,7 +99,8 @@ def _expand(name: str) -> list[tuple[str, str]]:
         files = [
             str(file)
             for file in sorted(path.rglob("*"))
-            if Path(file.name.removesuffix(".gz")).suffix.lower() in KNOWN
+            if file.is_file()
+            and Path(file.name.removesuffix(".gz")).suffix.lower() in KNOWN
             and not any(segment.startswith(".") for segment in file.relative_to(path).parts)
         ]
         if not files:

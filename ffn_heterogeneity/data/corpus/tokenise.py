@@ -51,7 +51,7 @@ class Tokeniser:
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of several short documents."""
         tokenizer: Any = self.tokenizer
-        if not callable(tokenizer):
+        if not texts or not callable(tokenizer):
             encodings = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         else:
             options = {"return_attention_mask": False, "verbose": False}
