@@ -17,6 +17,7 @@ from typing import Any
 
 from etils import epath
 
+from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.wording import first_line
 
@@ -116,6 +117,12 @@ def lock(handle: int) -> bool | None:
             raise
         return None
     return True
+
+
+def reject_bucket(path: str | os.PathLike) -> None:
+    """Raise CheckpointError for a path in a bucket, for writers that need a local disk."""
+    if is_bucket(path):
+        raise CheckpointError(f"{os.fspath(path)}: write it to a local disk, then copy it there")
 
 
 def is_bucket(path: str | os.PathLike) -> bool:

@@ -203,9 +203,9 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
 
 def _of_base(load: Callable, path: Path, **options: Any) -> Any:
     """Load the adapters' base model, or a part of it; errors also name the adapters."""
-    base = peft.base_of(path)
+    base, revision = peft.base_of(path)
     with naming(f"{path}, the base that it names", CheckpointError, CheckpointError):
-        return load(base, **options)
+        return load(base, revision=revision, **options)
 
 
 def load_shapes(spec: str | os.PathLike, *, revision: str | None = None) -> tuple[Model, str]:
@@ -219,7 +219,8 @@ def load_shapes(spec: str | os.PathLike, *, revision: str | None = None) -> tupl
     """
     shapes, path = _preset(spec, revision), None
     if shapes is None:
-        _, path = _find(spec, revision, weights=False, only=("config.json", f"{FOLDER}/*"))
+        files = ("config.json", f"{FOLDER}/*", peft.CONFIG, peft.WEIGHTS)
+        _, path = _find(spec, revision, weights=False, only=files)
     if path is not None and _is_file(path):
         return Model(*gguf.read_gguf_shapes(path), None, str(path)), ""
     if path is not None and peft.is_adapter(path):
@@ -249,7 +250,7 @@ def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> A
     Raises:
       CheckpointError: as `load_model`; or no tokenizer.
     """
-    _, path = _find(spec, revision, only=tokenizer_files.FILES)
+    _, path = _find(spec, revision, only=(*tokenizer_files.FILES, peft.CONFIG))
     if _is_file(path):
         tokenizer = gguf_tokenizer.read_tokenizer(gguf_file.open_gguf(path))
     else:

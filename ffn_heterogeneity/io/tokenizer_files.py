@@ -11,6 +11,7 @@ exceed the limits of a tokenizer that passes.
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ _KINDS |= {"model_max_length": (int, float), "chat_template": (str, list, dict)}
 _CONFIG, _NAMES = "tokenizer_config.json", "model_input_names"
 # The generic class in transformers 5, which makes no token types by default, and in 4, which does.
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
+# Special tokens that transformers' classes have by default, which old files do not name.
+_GPT2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+_BERT = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
+_T5 = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_ROBERTA = _T5 | {"bos_token": "<s>", "cls_token": "<s>", "sep_token": "</s>"}
+_DEFAULTS = {"gpt2": _GPT2, "bert": _BERT, "t5": _T5}
+_DEFAULTS["roberta"] = _ROBERTA | {"mask_token": "<mask>"}
 
 
 def read_tokenizer(directory: str | os.PathLike) -> Any:
@@ -67,7 +75,8 @@ def read_tokenizer(directory: str | os.PathLike) -> Any:
             raise CheckpointError(f"{directory / 'tokenizer.json'}{problem}")
         from transformers import PreTrainedTokenizerFast
 
-        return _read(directory, PreTrainedTokenizerFast, values, "fetch it again")
+        tokenizer = _read(directory, PreTrainedTokenizerFast, values, "fetch it again")
+        return _with_defaults(tokenizer, directory, values)
     from transformers import AutoTokenizer
 
     way = "code in a model's directory is never run: save it as tokenizer.json where you trust it"
@@ -87,6 +96,19 @@ def _read(directory: Path, kind: Any, values: dict[str, Any], way: str) -> Any:
         raise CheckpointError(
             f"{directory}: the tokenizer cannot be read ({first_line(error)}): {way}"
         ) from None
+
+
+def _with_defaults(tokenizer: Any, directory: Path, values: Mapping[str, Any]) -> Any:
+    """Add the special tokens of the class that the files name, or of the model's."""
+    path = directory / "config.json"
+    stem = str(values.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+    if not stem and path.is_file():
+        stem = str(read_object(path).get("model_type"))
+    vocabulary = tokenizer.get_vocab()
+    for name, token in _DEFAULTS.get(stem.lower(), {}).items():
+        if getattr(tokenizer, name) is None and token in vocabulary:
+            setattr(tokenizer, name, token)
+    return tokenizer
 
 
 def save_tokenizer(tokenizer: Any, directory: Path, types: bool) -> None:

@@ -161,8 +161,11 @@ def _with_seed(config: ConfigDict, seed: int) -> ConfigDict:
         config.seed = seed
     for name in tuple(config.get("stages", ())):
         group = config.get(name)
-        if isinstance(group, ConfigDict) and "seed" in group:
-            group.seed = seed
+        if not isinstance(group, ConfigDict):
+            continue
+        if "seed" in group or ("base" in group and "seed" in cli.load_config(group.base)):
+            with group.unlocked():
+                group.seed = seed
     return config.copy_and_resolve_references()
 
 

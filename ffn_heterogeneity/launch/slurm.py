@@ -53,7 +53,7 @@ def run_jobs(
     parallel = run_options.get("parallel", 1 if executor.cluster != "slurm" else 0)
     if not isinstance(parallel, int) or parallel < 0:
         raise ValueError(f"--submitit: parallel={parallel!r}; expected a number of jobs")
-    with naming(f"--submitit={options!r}", (NameError, TypeError)):
+    with naming(f"--submitit={options!r}", (NameError, TypeError, AssertionError)):
         executor.update_parameters(**{"timeout_min": TIMEOUT, "name": "sweep"} | values)
     earlier = {name: job for name in jobs if (job := _running(Path(folder), name))}
     return _wait(executor, function, dict(jobs), parallel or len(jobs), earlier)
@@ -70,8 +70,14 @@ def parse_options(text: str) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise ValueError(f"--submitit={text!r}: write key=value,key=value")
-        options[key.strip()] = int(value) if value.strip().isdigit() else value.strip()
+        options[key.strip()] = _value(value.strip())
     return options
+
+
+def _value(text: str) -> int | float | bool | str:
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text) if "." in text else int(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _wait(

@@ -18,6 +18,7 @@ from tiny_runs import flags_of, refused, run_program
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.run import score
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.fetch import models_directory
 from ffn_heterogeneity.io.hf.card import hub_of, licence_of, published, push_directory, write_card
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import in_memory
@@ -176,6 +177,9 @@ def test_values_that_are_no_numbers_and_zeros(tmp_path):
 def test_what_a_model_was_made_from():
     known = {"gemma2_2b": "google/gemma-2-2b", "own/model": "own/model", "runs/x/model": ""}
     known |= {"minilm": "sentence-transformers/all-MiniLM-L6-v2", "/a/b": ""}
+    known |= {"/data/gemma3": "", "someone/minilm": "someone/minilm", "/a/minilm-l6": ""}
+    known |= {str(models_directory() / "minilm-l6"): known["minilm"]}
+    known |= {"/a/gemma-3-270m.gguf": "google/gemma-3-270m"}
     assert {base: hub_of(base) for base in known} == known
 
 

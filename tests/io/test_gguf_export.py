@@ -122,6 +122,7 @@ def test_hostile_trees_and_existing_files(tmp_path):
     assert not list(tmp_path.iterdir()), "nothing half-written"
     (tmp_path / "x.gguf").write_text("mine")
     refused("exists", save_gguf, config, params, tmp_path / "x.gguf", error=CheckpointError)
+    refused("to a local disk", save_gguf, config, params, "gs://b/x.gguf", error=CheckpointError)
     with pytest.raises(CheckpointError, match="type"):
         save_gguf(config, params, tmp_path / "y.gguf", type="q4_k")
     assert (tmp_path / "x.gguf").read_text() == "mine"

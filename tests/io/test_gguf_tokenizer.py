@@ -243,7 +243,7 @@ def oracle_of(file):
     return lambda text: byte_level_oracle(text, vocab, merges, digits)
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2"])
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "olmo"])
 def test_byte_level_ids_and_round_trip(pre):
     file = byte_level_file(pre=pre)
     ours, oracle = read_tokenizer(file), oracle_of(file)
@@ -274,8 +274,11 @@ def test_llama3_splits_digits_in_threes_and_keeps_whole_words():
     )
     ours = read_tokenizer(file)
     pieces = ours.convert_ids_to_tokens(ours.encode("12345hello"))
-    # "hello" has no merges: it is found because Llama 3 looks whole words up first.
-    assert pieces == ["123", "4", "5", "hello"]
+    # "hello" has no merges: it is found because Llama 3 looks whole words up first. As in
+    # llama.cpp, a bos stands first unless the file says otherwise.
+    assert pieces == ["<|endoftext|>", "123", "4", "5", "hello"]
+    silent = byte_level_file(pre="llama-bpe", add_bos_token=False)
+    assert read_tokenizer(silent).encode("cat")[0] != 0
 
 
 def test_special_tokens_chat_template_and_eos():

@@ -1,8 +1,11 @@
 """Adapters in PEFT's files: PEFT reads our files, and we read PEFT's."""
 
 import dataclasses
+import fnmatch
 import json
+import shutil
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -15,6 +18,7 @@ from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.hf.peft import save_adapters
 from ffn_heterogeneity.io.safetensors import open_file
 from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.tree import flatten
@@ -206,6 +210,33 @@ def test_tensors_of_odd_shapes(base, tmp_path, shape):
         load.load_model(tmp_path / "adapter")
 
 
+def test_adapters_of_the_hub_and_their_bases_revision(base, tmp_path, monkeypatch):
+    """Only what is asked for is fetched; the base is that of the named revision."""
+    model, hub = adapted(LLAMA, "lora"), tmp_path / "hub"
+    save_adapters(LLAMA, model.params, hub / "me/adapter", "them/base")
+    shutil.copytree(base, hub / "them/base")
+    settings = json.loads((hub / "me/adapter/adapter_config.json").read_text())
+    (hub / "me/adapter/adapter_config.json").write_text(json.dumps(settings | {"revision": "v2"}))
+    asked = {}
+
+    def snapshot_download(repo_id, *, revision, allow_patterns):
+        asked.setdefault(repo_id, set()).add(revision)
+        cache = tmp_path / "cache" / repo_id
+        for path in (hub / repo_id).iterdir():
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
+                cache.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, cache / path.name)
+        return str(cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert load.load_config("me/adapter") == LLAMA
+    assert load.load_tokenizer("me/adapter").encode("ab") == byte_tokenizer().encode("ab")
+    shapes, _ = load.load_shapes("me/adapter")
+    read = load.load_model("me/adapter")
+    assert jax.tree.map(np.shape, shapes.params) == jax.tree.map(np.shape, read.params)
+    assert asked == {"me/adapter": {None}, "them/base": {"v2"}}
+
+
 def test_what_cannot_be_written(base, tmp_path):
     with pytest.raises(CheckpointError, match="has no LoRA"):
         save_adapters(LLAMA, random_params(LLAMA), tmp_path / "a", str(base))
@@ -216,6 +247,11 @@ def test_what_cannot_be_written(base, tmp_path):
     with pytest.raises(CheckpointError, match="no place for .*macdrop_keep"):
         save_adapters(LLAMA, dropping.params, tmp_path / "a", str(base))
     refused("exists", save_adapters, LLAMA, model.params, base, str(base), error=CheckpointError)
+    refused("a local disk", save_adapters, LLAMA, {}, "gs://b/x", "y", error=CheckpointError)
+    headed = dataclasses.replace(LLAMA, head=HeadConfig.of("classification", {"outputs": 2}))
+    head = unstack(model.params) | {"task_head": {"out": {"kernel": np.ones((16, 2))}}}
+    lost = "would lose the head .classification"
+    refused(lost, save_adapters, headed, head, tmp_path / "a", "y", error=CheckpointError)
     config = tiny_of("mixtral", 2)
     model = adapted(config, "lora", "attention/q|ffn/up")
     with pytest.raises(CheckpointError, match="experts and routers .*ffn/up/lora_a.*keep"):

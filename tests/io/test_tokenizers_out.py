@@ -116,6 +116,27 @@ def test_copies_make_what_the_original_made(copies, name):
     assert "auto_map" not in (copies[name][1] / "tokenizer_config.json").read_text()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_special_tokens_that_only_the_class_knows(name, tmp_path):
+    """The tokenizer_config.json of openai-community/gpt2 names none."""
+    from transformers import AutoTokenizer
+
+    config = tiny_of(name, 1)
+    save_pretrained(config, random_params(config), tmp_path)
+    made = word_pieces(True)
+    if name == "gpt2":
+        made = byte_tokenizer().backend_tokenizer
+        made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 64}))
+    ours, theirs_ = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for token in ("bos", "eos", "unk", "pad", "cls", "sep"):
+        wanted = getattr(theirs_, f"{token}_token_id")
+        if getattr(theirs_, f"{token}_token") in made.get_vocab():
+            assert getattr(ours, f"{token}_token_id") == wanted, token
+    assert (ours.eos_token or ours.sep_token) in ("<|endoftext|>", "[SEP]")
+
+
 def test_what_a_gguf_file_holds_is_written_for_both_versions(smollm2_gguf, tmp_path):
     tokenizer = load_tokenizer(smollm2_gguf)
     save_tokenizer(tokenizer, tmp_path, types=False)

@@ -262,6 +262,15 @@ def test_seeds_give_a_mean_and_an_interval(files, tmp_path, capsys):
     assert experiment.run(config, tmp_path / "run") == results
 
 
+def test_a_seed_reaches_stages_that_do_not_name_it(files):
+    """Also those whose group leaves the seed to the config that it starts from."""
+    config = staged(files, seeds=(3,), stages=("prune", "score"))
+    with config.prune.unlocked():
+        del config.prune.seed
+    (stage, _) = experiment.make_stages(experiment._with_seed(config, 3))
+    assert stage.config.seed == 3
+
+
 def test_one_seed_says_nothing_of_the_others():
     one = experiment.summarise([{"x": 1.0}])["x"]
     assert one["mean"] == 1 and one["high"] == math.inf

@@ -305,6 +305,9 @@ def test_bad_points_stop_the_sweep_before_it_begins(files, tmp_path):
 def test_options_of_jobs():
     parsed = slurm.parse_options("timeout_min=60,slurm_partition=gpu")
     assert parsed == {"timeout_min": 60, "slurm_partition": "gpu"}
+    typed = "mem_gb=1.5,slurm_use_srun=False,stderr_to_stdout=true,name=1a"
+    values = {"mem_gb": 1.5, "slurm_use_srun": False, "stderr_to_stdout": True, "name": "1a"}
+    assert slurm.parse_options(typed) == values
     assert slurm.parse_options("") == {}
     for text in ("timeout", "=3"):
         refused("write key=value", slurm.parse_options, text)

@@ -15,6 +15,7 @@ import ffn_heterogeneity as fh
 from ffn_heterogeneity.heads import with_head
 from ffn_heterogeneity.heads.classification import Classification
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.hf.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import HeadConfig
@@ -29,6 +30,12 @@ from ffn_heterogeneity.tree import flatten
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 KINDS = ("relu", "gated-gelu", "encoder")
 LONG = 300  # distances beyond 128 and beyond two rows of a logarithmic width
+
+
+def test_an_encoder_alone_says_what_loads_it(tmp_path):
+    config = tiny_of("t5", 4).encoder()
+    save_pretrained(config, random_params(config), tmp_path / "m")
+    assert "AutoModelForTextEncoding" in loads_in(tmp_path / "m")
 
 
 @pytest.fixture(scope="module", params=KINDS)

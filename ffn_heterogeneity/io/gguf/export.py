@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.io.files import atomic_path, reject_bucket
 from ffn_heterogeneity.io.gguf.read import TOKEN_IDS
 from ffn_heterogeneity.io.gguf.tokenizer_export import tokenizer_fields
 from ffn_heterogeneity.io.hf.card import hub_of, licence_of, public_text
@@ -56,6 +56,7 @@ def save_gguf(
     from gguf import GGUFWriter
 
     check_choice("type", type, tuple(TYPES), CheckpointError)
+    reject_bucket(path)
     path = Path(path)
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} exists: choose another name, or pass overwrite=True")

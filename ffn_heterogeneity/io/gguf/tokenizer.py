@@ -23,6 +23,7 @@ _REGEX_QWEN2 = _CONTRACTIONS + r"\p{N}" + _REST
 # tokenizer.ggml.pre -> (split regex or None for GPT-2's own, digits split one by one)
 _PRE_TOKENIZERS: dict[str, tuple[str | None, bool]] = {
     "gpt-2": (None, False),
+    "olmo": (None, False),
     "smollm": (None, True),
     "starcoder": (None, True),
     "refact": (None, True),
@@ -212,7 +213,8 @@ def _add_template(tokenizer, tokens: Sequence[str], get, kind: str) -> None:
     """Add bos and eos around texts encoded with special tokens, if the file requests them."""
     from tokenizers import processors
 
-    before = [get("bos_token_id")] if get("add_bos_token", kind == "llama") else []
+    adds = kind == "llama" or get("pre") == "llama-bpe"  # as in llama.cpp, where the file is silent
+    before = [get("bos_token_id")] if get("add_bos_token", adds) else []
     after = [get("eos_token_id")] if get("add_eos_token", False) else []
     ids = [i for i in (*before, *after) if i is not None]
     if ids:

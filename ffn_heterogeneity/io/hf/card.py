@@ -10,8 +10,9 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.fetch import SOURCES
-from ffn_heterogeneity.io.files import plain
+from ffn_heterogeneity.io.fetch import SOURCES, models_directory
+from ffn_heterogeneity.io.files import plain, reject_bucket
+from ffn_heterogeneity.io.hf import peft
 from ffn_heterogeneity.io.hf.classifiers import torch_facts
 from ffn_heterogeneity.io.hf.export import loads_in, transformers_class
 from ffn_heterogeneity.io.read import read_text
@@ -128,7 +129,9 @@ def _measured(facts: Mapping[str, Any]) -> list | None:
 def hub_of(base: str) -> str:
     """Hub id of a base model: itself, or that of a preset or a fetched model; "" if unknown."""
     for name, source in SOURCES.items():
-        if Path(base).name in (name, source.target):
+        path = Path(base)
+        fetched = path.suffix == ".gguf" or path.parent.absolute() == models_directory().absolute()
+        if base == name or (path.name == source.target and fetched):
             return source.hub
     return PRESETS[base][1] if base in PRESETS else base if _is_hub_id(base) else ""
 
@@ -187,8 +190,9 @@ def push_directory(directory: str | os.PathLike, repository: str, *, private: bo
     """
     import huggingface_hub
 
+    reject_bucket(directory)
     directory = Path(directory)
-    if not (directory / "config.json").is_file():
+    if not any((directory / name).is_file() for name in ("config.json", peft.CONFIG)):
         raise CheckpointError(f"{directory} holds no model: give a directory with config.json")
     check_repository(repository)
     try:

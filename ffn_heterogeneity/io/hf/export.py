@@ -269,6 +269,7 @@ def loads_in(output: str | os.PathLike) -> str:
         "AutoModelForSequenceClassification": "transformers (AutoModelForSequenceClassification)",
         "AutoModelForCausalLM": "transformers, vLLM, llama.cpp's converter",
         "AutoModelForSeq2SeqLM": "transformers (AutoModelForSeq2SeqLM)",
+        "AutoModelForTextEncoding": "transformers (AutoModelForTextEncoding)",
         "AutoModel": "transformers",
     }
     if name := transformers_class(output):

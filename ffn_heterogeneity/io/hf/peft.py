@@ -20,7 +20,7 @@ import numpy as np
 from ffn_heterogeneity.adapters import FFN_LEAVES, gates
 from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import atomic_path, write_json
+from ffn_heterogeneity.io.files import atomic_path, reject_bucket, write_json
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.safetensors import SINGLE, open_file
@@ -56,13 +56,16 @@ def is_adapter(path: Path) -> bool:
     return (path / CONFIG).is_file() and not (path / "config.json").exists()
 
 
-def base_of(directory: Path) -> str:
-    """Return the adapters' base model: a path (absolute or relative to the directory) or a hub id.
+def base_of(directory: Path) -> tuple[str, str | None]:
+    """Return the adapters' base model and, of a hub id, its revision.
+
+    The base is a path (absolute or relative to the directory) or a hub id.
 
     Raises:
       CheckpointError: no base is named, or the base is itself an adapter.
     """
-    base = read_object(directory / CONFIG).get("base_model_name_or_path")
+    settings = read_object(directory / CONFIG)
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{directory / CONFIG}: base_model_name_or_path names no model")
     near = directory / base
@@ -75,7 +78,7 @@ def base_of(directory: Path) -> str:
         ) from None
     if path.is_dir() and is_adapter(path):
         raise CheckpointError(f"{directory / CONFIG}: the base {base!r} is an adapter itself")
-    return str(path) if path.exists() else base
+    return (str(path), None) if path.exists() else (base, str(revision) if revision else None)
 
 
 def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
@@ -213,6 +216,10 @@ def _joined(directory: Path, leaves: dict[str, Any], added: dict[str, Any]) -> d
 
 def _check_form(config: ModelConfig, leaves: Mapping[str, Any]) -> None:
     """Reject leaves that PEFT's files have no form for."""
+    if config.head is not None:
+        raise CheckpointError(
+            f"PEFT's file of adapters would lose the head ({config.head.name}): export all weights"
+        )
     names = {path.split("/")[-1] for path in leaves}
     if other := names & {"mask", *FFN_LEAVES, "nf4_codes", "macdrop_keep", "score", gates.A}:
         raise CheckpointError(f"PEFT has no place for {sorted(other)}: export folded weights")
@@ -233,10 +240,14 @@ def save_adapters(
 ) -> Path:
     """Save the adapters of a tree for PEFT on `base`, with the same logits.
 
+    All other weights are taken to be the base's.
+
     Raises:
-      CheckpointError: no adapters, adapters of experts, other structure besides adapters, kernels
-        of one PyTorch module with different A (fold those), or an existing directory.
+      CheckpointError: no adapters, adapters of experts, other structure besides adapters, a head,
+        kernels of one PyTorch module with different A (fold those), an existing directory, or one
+        in a bucket.
     """
+    reject_bucket(directory)
     if Path(directory).exists() and not overwrite:
         raise CheckpointError(f"{directory} exists: use another, or overwrite")
     leaves, tensors, ranks, alphas = flatten(unstack(params)), {}, {}, {}

@@ -232,7 +232,7 @@ def download(
     """Download a hub repository's config, safetensors and tokenizer; return the local directory.
 
     Args:
-      weights: False: only config.json.
+      weights: False: only config.json, or that of adapters.
       only: patterns of the files to fetch instead.
 
     Raises:
@@ -240,7 +240,7 @@ def download(
     """
     import huggingface_hub
 
-    patterns = list(only or (_HUB_PATTERNS if weights else ["config.json"]))
+    patterns = list(only or (_HUB_PATTERNS if weights else ["config.json", peft.CONFIG]))
     at = f" at revision {revision!r}" if revision else ""
     try:
         local = huggingface_hub.snapshot_download(
