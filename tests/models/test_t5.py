@@ -32,8 +32,9 @@ KINDS = ("relu", "gated-gelu", "encoder")
 LONG = 300  # distances beyond 128 and beyond two rows of a logarithmic width
 
 
-def test_an_encoder_alone_says_what_loads_it(tmp_path):
-    config = tiny_of("t5", 4).encoder()
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_encoder_alone_says_what_loads_it(tmp_path, tied):
+    config = dataclasses.replace(tiny_of("t5", 4).encoder(), tied=tied)
     save_pretrained(config, random_params(config), tmp_path / "m")
     assert "AutoModelForTextEncoding" in loads_in(tmp_path / "m")
 

@@ -126,7 +126,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "n_positions": config.max_position,
         "feed_forward_proj": next(name for name, its in _FFN.items() if its == block),
         "tie_word_embeddings": config.tied,
-        "scale_decoder_outputs": config.output_multiplier != 1.0,
+        "scale_decoder_outputs": config.tied if alone else config.output_multiplier != 1.0,
         "eos_token_id": list(config.eos_id) if isinstance(config.eos_id, tuple) else config.eos_id,
         "is_encoder_decoder": not alone,
     }
