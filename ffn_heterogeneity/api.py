@@ -298,9 +298,19 @@ def fit(config: str, workdir: str | os.PathLike, **overrides: Any) -> Made:
       overrides: the config's keys; "__" means a dot: data__path="train.txt".
 
     Raises:
-      ValueError: as `run`.
+      ValueError: as `run`; a job of several stages or seeds, or a dry run: use `run`.
     """
     settings = {name.replace("__", "."): value for name, value in overrides.items()}
+    from ffn_heterogeneity.launch import cli
+
+    values = cli.load_config(config)
+    cli.set_keys(values, settings, "fit", config)
+    for name in ("stages", "seeds", "dry_run"):
+        if values.get(name):
+            raise ValueError(
+                f"{name}={values[name]!r}: fit returns the one model of a training: call "
+                f"run('train', {config!r}, ...), which returns the numbers"
+            )
     run_results = run("train", config, workdir, settings)
     return load_model(epath.Path(workdir).expanduser() / "model"), run_results
 

@@ -179,11 +179,19 @@ def test_guesses_are_answered_by_the_right_name():
     assert copied.source == "here" and copied.config == LLAMA
 
 
+@pytest.mark.parametrize(
+    ("config", "settings", "name"),
+    [("nucl_finetune:smollm2,text", {"seeds": (0, 1)}, "seeds"), ("shrink", {}, "stages")],
+)
+def test_fit_is_of_one_training(tmp_path, config, settings, name):
+    refused(f"{name}=.*call run", fh.fit, config, tmp_path / "run", **settings)
+
+
 def test_fit_trains(tmp_path):
     path = save_tiny(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT * 3)
     text = str(tmp_path / "text.txt")
-    settings = {"data__path": text, "data__validation_path": text, "data__validation_fraction": 0.0}
+    settings = {"data__path": text, "data__validation_fraction": 0.3, "data__passage_chars": 50}
     settings |= {"steps": 2, "batch_size": 2, "seq_len": 16, "eval__max_batches": 1}
     config = f"nucl_finetune:{path},text"
     model, results = fh.fit(config, tmp_path / "run", tensorboard=False, **settings)

@@ -17,6 +17,7 @@ from ffn_heterogeneity.io.rows import RESULTS, ROWS
 
 CONFIG, INPUTS, METRICS = "config.json", "inputs.json", "metrics.jsonl"
 SWEEP, SAMPLES = "sweep.json", "samples"
+SEEDS_APART = 1_000  # between the seeds of successive attempts of a run
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.zst")
 # Files of a run that are read; limits in seconds and bytes for reading an archive.
 READ = (CONFIG, INPUTS, RESULTS, ROWS)

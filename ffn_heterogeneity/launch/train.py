@@ -31,6 +31,7 @@ from ffn_heterogeneity.io.load import Model, load_tokenizer
 from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.io.rows import write_results
+from ffn_heterogeneity.io.runs import SEEDS_APART
 from ffn_heterogeneity.io.workdir import UNSTARTED, finished, paths_in_stages, working_in
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import to_host
@@ -50,7 +51,6 @@ from ffn_heterogeneity.train.source import found_model, starting_model
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.wording import some, spans
 
-SEEDS_APART = 1_000  # difference between the seeds of successive attempts
 MOVING = "failed_attempt"  # folder in `set_aside`
 
 

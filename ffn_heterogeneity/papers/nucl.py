@@ -227,7 +227,9 @@ def figure_4(removals: Frame) -> Frame:
     made = times_unpruned(rows, removals, ["model", "layers", "place"]).rename("y").reset_index()
     made["x"] = made.layers.str.removeprefix("pair:").astype(int)
     texts = {"panel": "by perplexity (ours)", "value": "perplexity x unpruned", "seed": None}
-    return made.assign(line=made.model, **texts)
+    several = made.place.groupby(made.model).transform("nunique") > 1
+    line = made.model + made.place.str.removeprefix("here").where(several, "")
+    return made.assign(line=line, **texts)
 
 
 def mstd_against_gini(outgoing: Frame, what: str) -> Frame:
@@ -245,6 +247,8 @@ def against_chance(removals: Frame, methods: list[str], sign: int) -> Frame:
     """Perplexity after these removals against that after random ones of the same size."""
     rows = removals.query("what == 'perplexity'")
     place = rows.model + ", " + rows.layers + ", " + rows.removed
+    texts = rows.place.groupby(place).transform("nunique") > 1
+    place += rows.place.str.removeprefix("here").where(texts, "")
     rows = rows.assign(part=rows.method, run_on=place)
     ours, on, free = rows.method.isin(methods), ["run_on", "place"], (*REMOVAL, "method", "limit")
     return c.claim(rows, ours, rows.method == "Random", on, free, sign)

@@ -285,8 +285,14 @@ def by_seed(rows: Frame) -> dict[Any, float]:
 
 
 def difference(own: Frame, other: Frame) -> Any:
-    """Mean of the differences paired by seed, with Student's interval (`differences`)."""
-    return stats.interval(differences(by_seed(own), by_seed(other)))
+    """Mean of the differences paired by seed, with Student's interval (`differences`).
+
+    It is infinite where both sides have several seeds, but at most one in common.
+    """
+    sides = by_seed(own), by_seed(other)
+    found = differences(*sides)
+    several = len(found) == 1 and min(map(len, sides)) > 1
+    return stats.student(found) if several else stats.interval(found)
 
 
 def differences(own: Mapping[Any, float], other: Mapping[Any, float]) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas
@@ -95,22 +95,26 @@ def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], dict[str
     read = frame.everything(*paths, what=paper.functions.get("CURVES", BEGUN))[:2]
     rows, curves = (frame.plain(one).copy() for one in read)
     states = frame.progress(rows, curves)
-    made = {"runs": with_evaluations(rows), "curves": curves}
-    return states, {name: with_cells(once(one)) for name, one in made.items()}
+    made, finished = {"runs": with_evaluations(rows), "curves": curves}, {*rows["run"]}
+    return states, {name: with_cells(once(one, finished)) for name, one in made.items()}
 
 
-def once(rows: Frame) -> Frame:
-    """The rows of one run of each setting and seed.
+def once(rows: Frame, finished: Collection[str]) -> Frame:
+    """The rows of one run of each setting and seed: the first that is finished, else the longest.
 
     A run without tasks repeats another if they differ only in settings of tasks (`limit`).
     """
-    runs = rows.drop_duplicates("run")
+    longest = rows.groupby("run")["step"].max().fillna(-1)
+    runs = rows.drop_duplicates("run").copy()
+    order = runs.assign(begun=~runs["run"].isin(finished), steps=-runs["run"].map(longest))
+    runs = runs.loc[order.sort_values(["begun", "steps"], kind="stable").index]
     asked = runs["run"].isin(rows[rows.task.notna()]["run"])
     runs, asked = (pandas.concat([x[asked], x[~asked]]) for x in (runs, asked))
     measured = ["tasks", "num_fewshot"]  # by runs with tasks, in which others may differ
     away = {*frame.FIELDS, "run", "by", "origin", *NO_EFFECT} - {"seed", *measured}
     texts = runs[[name for name in runs if not among(name, list(away))]].map(repr)
     texts.loc[~asked, [name for name in measured if name in texts]] = ""
+    texts["of"] = runs.origin.where(runs.origin.isin(rows["run"]), "")  # equal paths, other models
     texts["stage"] = runs["run"].str.extract(r"/(\d+_\w+)$", expand=False)  # all of one config
     again = texts.drop(columns=["limit", *measured], errors="ignore").duplicated() & ~asked
     kept = runs[~texts.duplicated() & ~again]["run"]
@@ -128,6 +132,16 @@ def with_evaluations(rows: Frame) -> Frame:
     if {"method", "ratio"} <= {*asked}:  # configs/fuse_table.py
         asked = asked[asked.method.isna() | (asked.ratio == 0)]
     how = [name for name in ASKED if name in asked]
+    each = asked.groupby(["origin", "task", "shots"], dropna=False)
+    for (run, task, _), its in each:
+        asks = [name for name in how if name not in ("tasks", "num_fewshot")]
+        differ = [name for name in asks if its[name].map(repr).nunique() > 1]
+        if differ:
+            values = "; ".join(f"{x} ({', '.join(its[x].map(str).unique())})" for x in differ)
+            raise ValueError(
+                f"evaluations of {run} on {task} differ in {values}: report them apart"
+            )
+    asked = asked[asked["by"] == each["by"].transform("first")]
     own = rows.drop_duplicates("run").set_index("run")
     moved = asked[[*frame.FIELDS, "by", *how]]
     moved = moved.assign(run=asked.origin, seed=asked.origin.map(own.seed))
@@ -241,8 +255,9 @@ def whole(parts: Sequence[tuple[str, Any, str]]) -> tuple[str, str]:
 
 
 def draw_figure(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
-    """A figure, and its points."""
+    """A figure, and its points; several values of one seed at one place are their mean."""
     x = texts.get("x", "step")
+    made = made.groupby([*NAMES, "x"], sort=False, dropna=False, as_index=False)["y"].mean()
     panels = panels_of(made, texts.get("xlabel", x), texts.get("log", False))
     rows, several = [], made["value"].nunique()
     for name, its in made.groupby(list(NAMES), sort=False, dropna=False):

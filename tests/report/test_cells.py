@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import shutil
 
 import numpy as np
@@ -17,7 +18,7 @@ from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import cells
 from ffn_heterogeneity.report.cells import against, need, one_setting, spread
 from ffn_heterogeneity.report.paper import draw_all, gather, write_paper
-from ffn_heterogeneity.report.stats import Spread, middle
+from ffn_heterogeneity.report.stats import OPEN, Spread, middle, verdict
 
 REPORTS = [REPOSITORY / f"ffn_heterogeneity/papers/{name}.py" for name in papers.NAMES]
 REPORTS += sorted((REPOSITORY / "docs/studies").glob("*.py"))
@@ -98,6 +99,21 @@ def test_sides_are_compared_by_seed_and_have_equal_settings():
         assert (middle(value), getattr(value, "n", 1)) == ((2.5, 1) if n == 1 else (4.5, 2))
     with pytest.raises(ValueError, match="batch"):  # two baselines
         against(rows[:2], rows[2:].assign(batch=[1, 2]), ["model", "method"], ["model"], ["batch"])
+
+
+def test_several_seeds_of_which_no_two_pair_have_no_finite_interval():
+    """The sign alone decides only where a side has a single seed."""
+
+    def side(**seeds):
+        return pandas.DataFrame({"seed": [int(x[1:]) for x in seeds], "value": [*seeds.values()]})
+
+    many = side(s0=1.0, s1=2.0, s2=3.0)
+    for other in (side(s3=0.5, s4=0.6), side(s2=0.5, s4=0.6)):
+        apart = cells.difference(many, other)
+        assert (apart.low, apart.high) == (-math.inf, math.inf) and apart.mean > 0
+        assert verdict(apart, 1) == OPEN
+    assert cells.difference(many, side(s2=1.0)) == 2.0
+    assert cells.difference(many, side(s1=0.0, s2=1.0)).n == 2
 
 
 def test_a_run_that_is_there_twice_counts_once(tmp_path):

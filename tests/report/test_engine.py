@@ -168,6 +168,56 @@ def test_accuracies_go_to_the_run_whose_model_was_evaluated(seeds, report, tmp_p
 # ---- models and curves
 
 
+def test_evaluations_of_one_model_must_agree(report, tmp_path):
+    """A quick one with fewer questions neither replaces nor joins the full one; a repeat counts
+    once."""
+    runs, tasks = [pretrain(tmp_path / "base", 0.0, builders.FLAT)], {"arc_easy": score(0.5)}
+    for name, limit in (("full", None), ("repeat", None), ("quick", 10)):
+        values = {"model": f"{tmp_path}/base/model", "evaluation": "tasks", "limit": limit}
+        runs.append(write_run(tmp_path / name, values, {"tasks": tasks}))
+    rows = gather(papers.load("jreg"), runs[:3])[1]["runs"]
+    assert len(rows[(rows.task == "arc_easy") & (rows["run"] == runs[0])]) == 1
+    with pytest.raises(ValueError, match="base on arc_easy differ in limit"):
+        gather(papers.load("jreg"), runs)
+
+
+def test_models_of_two_machines_with_one_path_are_two(tmp_path):
+    """Told apart by the fingerprint of what was read."""
+    runs = []
+    for place, weight in (("a", 0.0), ("b", 1.0)):
+        trained = tmp_path / place / "runs/train"
+        runs.append(pretrain(trained, weight, builders.FLAT))
+        done = json.loads((trained / "results.json").read_text()) | {"model_fingerprint": place}
+        (trained / "results.json").write_text(json.dumps(done))
+        read = tmp_path / place / "runs/attacked"
+        runs.append(builders.attack(read, "zero", 3, 20.0, model="runs/train/model"))
+        (read / "inputs.json").write_text(json.dumps({"model": place}))
+    rows = gather(papers.load("jreg"), runs)[1]["runs"]
+    assert {*rows[rows.what == "perplexity"]["run"]} == {runs[1], runs[3]}
+
+
+def test_a_finished_run_is_kept_instead_of_a_crashed_one(tmp_path):
+    """Whichever name comes first: in the tables and in the curves."""
+    for names in (("a", "b"), ("b", "a")):
+        half = {step: builders.FLAT[step] for step in (0, 10)}
+        root = tmp_path / "".join(names)
+        runs = [pretrain(root / names[0], 0.0, half, finished=False)]
+        runs.append(pretrain(root / names[1], 0.0, builders.FLAT))
+        runs.append(pretrain(root / "c", 0.0, {0: (0.0, 8.0)}, finished=False))
+        made = gather(papers.load("jreg"), sorted(runs))[1]
+        assert {*made["runs"]["run"]} == {*made["curves"]["run"]} == {runs[1]}
+
+
+def test_removals_on_two_texts_are_judged_apart(report, tmp_path):
+    runs = []
+    for text in ("wiki.txt", "c4.txt"):
+        for name, value in (("entropy", 45.0), ("random", 400.0)):
+            place = tmp_path / f"{name}-{text}"
+            runs.append(removal(place, value, criterion=name, text=text))
+    places = claim(report("nucl", runs), "removal by entropy", "wiki.txt")
+    assert places[1] == "holds"
+
+
 def test_jump_rates_of_models(report, tmp_path, seeds):
     own = analysed(tmp_path / "own", f"{seeds[0]}/model")
     first = analysed(tmp_path / "first", "hub/small")

@@ -6,7 +6,8 @@ text; of a figure x and y. Labels are not in it: the functions make them now. go
 holds what those functions first said of every claim: [run on, measured, verdict]. P-32's and MLP
 Fusion's values were made again when scores became those of the last evaluation, not of the best
 (and when the kernels were measured again);
-the two on depth, when they were first judged seed by seed;
+the two on depth, when they were first judged seed by seed, and their figure, when two
+runs of a seed became their mean;
 `test_scores_are_those_of_the_last_evaluation` recomputes them without the reports.
 """
 
@@ -118,6 +119,27 @@ def test_the_table_of_rates_has_the_last_evaluations(task, metric):
                 found.append(f"{value} [{low}, {high}]")
     table = (REPOSITORY / "docs/results/p32_rates.md").read_text()
     assert len(found) == 6 and all(cell in table for cell in found)
+
+
+def test_a_run_that_began_again_is_said_and_no_pair(tmp_path):
+    """Its seed is another; so it is paired with no run of the seed that was asked for."""
+    archive = REPOSITORY / "docs/results/runs/p32-mrpc-minilm-poolings.tar.xz"
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    paper, tables = papers.load("p32"), []
+    for _ in range(2):
+        drawn = {one.key: one for one in draw_all(paper, gather(paper, [str(tmp_path)])[1])}
+        tables.append(drawn["paired"])
+        for path in tmp_path.rglob("results.json"):
+            config = json.loads((path.parent / "config.json").read_text())
+            if config["pooling"] == "p32" and config["seed"] == 0:
+                path.write_text(json.dumps(json.loads(path.read_text()) | {"retries": 1}))
+    before, after = ([*one.header] for one in tables)
+    assert set(after) - set(before) == {"began again"}
+    rows = [next(x for x in one.rows if tuple(x[1:3]) == ("mrpc", "P-32")) for one in tables]
+    column = [one.header.index("Δ vs Baseline") for one in tables]
+    pairs = [row[at].n for row, at in zip(rows, column, strict=True)]
+    assert pairs[1] == pairs[0] - 1
 
 
 def test_the_table_at_the_chosen_rate_is_the_report_of_its_archives():
