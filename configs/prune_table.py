@@ -146,6 +146,7 @@ def shrink(config: ConfigDict):
         point("mean_state", {"criterion": "mean_state"}),
         point("wanda_sp", {"criterion": "wanda_sp_published"}),
         point("flap", flap),
+        point("flap_ridge", flap | {"compensation": "state_ridge"}),
         point("hybrid", hybrid),
         point("hybrid_ridge", hybrid | {"compensation": "state_ridge"}),
         point("depth", {"surgery": "drop_layers", "layers": "", "blocks": blocks}),

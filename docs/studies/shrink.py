@@ -21,6 +21,7 @@ NAMES = {
     "wanda_sp_published": "Wanda-sp",
     "flap_published": "FLAP without bias",
     "flap_published, bias": "FLAP",
+    "flap_published, state_ridge": "FLAP + state_ridge",
     "optipfair": "hybrid",
     "optipfair, state_ridge": "hybrid + state_ridge",
 }
