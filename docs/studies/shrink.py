@@ -5,7 +5,7 @@ A report of our own, in the form of those of the papers:
   python scripts/report.py --paper=docs/studies/shrink.py runs/shrink-* --out=runs/shrink
 
 on scripts/sweep.py --config=configs/prune_table.py --sweep=shrink, with a directory of texts as
---config.text.
+--config.text, and on jobs of configs/shrink.py.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ NAMES = {
 KEYS = ("surgery", "criterion", "compensation", "ratio", "blocks", "calibration", "seed")
 FREE = (*KEYS, "budget", "layers", "calibration_tokens", "method", "removed", "fewer")
 LABELS = ["model", "removed", "method", "fewer", "place"]
+STAGE = r"(?:^|/)[^/]+/\d+_\w+$"  # of a job of configs/shrink.py
+AFTER = "perplexity_after"
 BLOCKS, ENTROPY, WHOLE = "whole blocks", "entropy", "unpruned"
+OURS = NAMES["optipfair, state_ridge"]
 
 
 def shrunk(runs: Frame) -> Frame:
     """Scores after a removal; "removed": the share of the neurons, "fewer": of all parameters."""
-    rows = c.evaluated(c.need(runs, *KEYS, "budget", "layers", "calibration_tokens"), "criterion")
+    rows = c.need(runs, *KEYS, "budget", "layers", "calibration_tokens")
+    rows = c.evaluated(rows[~rows["run"].str.contains(STAGE)], "criterion")
     whole, deep = rows.criterion == "none", rows.surgery == "drop_layers"
     plain = rows.compensation.fillna("none") == "none"
     rules = rows.criterion.where(plain, rows.criterion + ", " + rows.compensation.astype(str))
@@ -46,6 +50,16 @@ def shrunk(runs: Frame) -> Frame:
         seed=rows.seed.where(method == "random"),
         place="here",
     )
+
+
+def job(runs: Frame) -> Frame:
+    """Perplexity before and after each stage of the one command, on the same windows."""
+    rows = c.need(runs, "stages")
+    rows = rows[rows["run"].str.contains(STAGE) & rows.what.isin(["perplexity_before", AFTER])]
+    place = rows["run"].str.extract(r"([^/]+)/\d+_(\w+)$")
+    rows = rows.assign(job=place[0], stage=place[1], place="here")
+    columns = {"before": "perplexity_before", "after": AFTER}
+    return c.table(rows, ["job", "stage", "place"], columns)
 
 
 def losses(rows: Frame) -> dict[str, Frame]:
@@ -62,6 +76,15 @@ def compared(shrunk: Frame) -> Frame:
         base, on = rows[rows.method == ENTROPY], ["model", "removed", "place"]
         columns[f"{text}, Δ vs entropy"] = c.against(rows, base, LABELS, on, FREE, c.paired_units)
     return c.table(shrunk, LABELS, columns)
+
+
+def overall(shrunk: Frame) -> Frame:
+    """The mean over all windows of all texts, against entropy and against our rule."""
+    rows, columns = shrunk[shrunk.what == "nll"], {}
+    for base in (ENTROPY, OURS):
+        sides = rows, rows[rows.method == base], LABELS, ["model", "removed", "place"]
+        columns[f"Δ vs {base}"] = c.against(*sides, FREE, c.paired_units)
+    return c.table(shrunk, LABELS, {"NLL": "nll"} | columns)
 
 
 def shares(shrunk: Frame) -> Frame:

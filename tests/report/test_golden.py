@@ -184,6 +184,12 @@ KEPT = {
         "macdrop",
         "claims",
     ),
+    (str(REPOSITORY / "docs/studies/shrink.py"), "shrink-*", "shrink"): (
+        "compared",
+        "overall",
+        "shares",
+        "job",
+    ),
     (str(REPOSITORY / "docs/studies/switch.py"), "switch-*", "switch"): (
         "recovery",
         "training",
