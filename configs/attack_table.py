@@ -37,6 +37,7 @@ from ffn_heterogeneity.io.runs import CONFIG
 from ffn_heterogeneity.launch.sweep import chain, point, product
 from ffn_heterogeneity.surgery.adapt import folded
 from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.wording import naming
 
 KIND = "in_memory"
 KS = (1, 2, 3, 5, 10, 30, 50)
@@ -56,21 +57,26 @@ def _name(path: str) -> str:
 
 
 @functools.cache
-def _massive(model: str, layer: int | None, token: int | None) -> dict[str, Any]:
+def _massive(model: str, revision: str | None, layer: int | None, token: int | None) -> dict:
     """The settings that attack the three massive weights of that model."""
-    loaded = folded(load_model(model))
+    with naming("config.anew=True needs no model before the training"):
+        loaded = folded(load_model(model, revision=revision))
     found = massive_weights(loaded.config, loaded.params, layer, token)
     place = {"layer": found.layer} | ({} if found.expert is None else {"expert": found.expert})
     return place | {"neurons": tuple(found.indices[:3].tolist())}
 
 
 def _before(path: str, config: ConfigDict) -> dict[str, Any]:
-    """`_massive` of the model that the run in this directory started from, if one did."""
+    """`_massive` of the model that the run in this directory started from.
+
+    Without the run's config.json nothing is known of it: {}, as with `config.anew`.
+    """
     run = epath.Path(path).parent / CONFIG
     if config.anew or not run.exists():
         return {}
-    before = json.loads(run.read_text()).get("model")
-    return _massive(before, config.layer, config.token) if before else {}
+    values = json.loads(run.read_text())
+    before = (values.get("model"), values.get("revision"))
+    return _massive(*before, config.layer, config.token) if before[0] else {}
 
 
 def trained(config: ConfigDict):

@@ -90,6 +90,8 @@ def overall(shrunk: Frame) -> Frame:
 def shares(shrunk: Frame) -> Frame:
     """Added NLL as a share of what entropy adds, at the same size."""
     index, columns = ["model", "removed", "method", "place"], {}
+    if shrunk.empty:
+        return c.table(shrunk, index, columns)
     for text, rows in losses(shrunk).items():
         means = rows.groupby(index, sort=False, dropna=False)["value"].mean()
         dense = means.xs(WHOLE, level="method").groupby("model").mean()

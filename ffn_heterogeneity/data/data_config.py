@@ -29,7 +29,8 @@ class DataConfig:
       validation_fraction: share of the records held out, in [0, 1); independent of the seed. For
         running text it is the last part, otherwise random records (whole rows if a row holds
         several records; for a mixture the share of every member).
-      validation_path, validation_split: separate held-out data; the fraction is then 0.
+      validation_path, validation_split: separate held-out data; the fraction is then 0. The split
+        of a validation_path is "validation" by default.
       with_dpr: whether DPR, which is not one of SuperGLUE's eight tasks, is in their mixture.
       shuffle: a new order of the records in every epoch; False keeps the file's.
       shuffle_seed: seed of that order; None takes the run's.

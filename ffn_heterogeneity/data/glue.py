@@ -222,6 +222,13 @@ def with_labels(labels: Sequence[str]) -> LabelTask | None:
     return next((task for task in TASKS.values() if names and sorted(task.labels) == names), None)
 
 
+def positive(task: LabelTask, labels: Sequence[str]) -> int:
+    """The number of the task's positive label among the same labels in another order or case."""
+    names = [name.casefold() for name in labels]
+    same = sorted(names) == sorted(task.labels)
+    return names.index(task.labels[task.positive]) if same and names else 1
+
+
 def get_task(name: str, fields: Sequence[str] = (), labels: Sequence[str] = ()) -> LabelTask:
     """Return the task of that name, with the given fields or labels, if any.
 
@@ -239,12 +246,9 @@ def get_task(name: str, fields: Sequence[str] = (), labels: Sequence[str] = ()) 
     if labels:
         if len(set(labels)) < 2 or len(set(labels)) < len(labels):
             raise DataError(f"labels {', '.join(labels)}: two or more, each once")
-        if tuple(labels) != task.labels and sorted(labels) == sorted(task.labels):  # moved
-            positive = labels.index(task.labels[task.positive])
-            task = dataclasses.replace(task, numbers=(), positive=positive)
-        else:
-            task = dataclasses.replace(task, numbers=None)
-        task = dataclasses.replace(task, labels=tuple(labels))
+        moved = tuple(labels) != task.labels and sorted(labels) == sorted(task.labels)
+        changes = {"numbers": () if moved else None, "positive": positive(task, labels)}
+        task = dataclasses.replace(task, labels=tuple(labels), **changes)
     if not task.fields:
         raise DataError(f"task {name!r} needs --config.fields=<a>[,<b>], where its texts are")
     return task

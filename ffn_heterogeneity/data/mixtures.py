@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.data.record_source import DataError, Source
+from ffn_heterogeneity.data.record_source import DataError, Source, has_splits, is_saved
 from ffn_heterogeneity.data.sources import ListSource, Subset, files_of, named_place, open_source
 from ffn_heterogeneity.data.tasks import Fields, MixedTask, Task, get_task
 from ffn_heterogeneity.data.tasks.base import Expand
@@ -172,9 +172,17 @@ def open_task(
     return ExpandedSource(source, task.name, task.expand, skip_bad=skip_bad)
 
 
-def read_twice(task: Task, *paths: str | Sequence[str]) -> set[str]:
-    """The files that two paths have in common; none of a mixture, whose splits are files."""
-    return set() if task.members else set.intersection(*map(files_of, paths))
+def read_twice(task: Task, *read: tuple[str | Sequence[str], str]) -> str:
+    """What two (path, split) have in common: a file, or a data set with its split; "": nothing.
+
+    Files have no split, except those of a mixture, which are named after it.
+    """
+    (one, split), (other, other_split) = read
+    if files := set() if task.members else files_of(one) & files_of(other):
+        return min(files)
+    named = not isinstance(one, str) or not is_saved(one) or has_splits(one)
+    same = one == other and (split == other_split or not named)
+    return f"{one or task.name} ({split})" if same else ""
 
 
 def place_of(task: Task, path: str) -> str:

@@ -165,12 +165,13 @@ class Pipeline(Feed):
         if not (config.validation_path or config.validation_split):
             return split_records(source, config.validation_fraction)
         path = config.validation_path or config.path
-        if twice := mixtures.read_twice(task, path, config.path):
+        other = config.validation_split or ("validation" if config.validation_path else split)
+        if twice := mixtures.read_twice(task, (config.path, split), (path, other)):
             raise DataError(
-                f"{min(twice)}: training and validation both read it: name other files, or hold "
-                "out a part (data.validation_fraction)"
+                f"{twice}: training and validation both read it: name other files or splits, or "
+                "hold out a part (data.validation_fraction)"
             )
-        split = config.validation_split or ("validation" if config.validation_path else split)
+        split = other
         # Members that only help in training have no validation file.
         held_out = mixtures.open_task(task, path, split, left_out=options, **opened)
         self._check_records(held_out)

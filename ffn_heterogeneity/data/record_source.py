@@ -52,6 +52,11 @@ class ClassName(str):
     place: int
 
 
+def has_splits(path: str) -> bool:
+    """True for a saved folder of several splits."""
+    return (epath.Path(path).expanduser() / "dataset_dict.json").exists()
+
+
 def is_saved(path: str) -> bool:
     """True for a directory that `datasets` wrote with `save_to_disk`."""
     folder = epath.Path(path).expanduser()

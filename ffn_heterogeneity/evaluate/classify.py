@@ -16,7 +16,7 @@ from etils import epath
 from scipy.special import expit, softmax
 
 from ffn_heterogeneity.data import labelled
-from ffn_heterogeneity.data.glue import LabelTask, get_task, with_labels
+from ffn_heterogeneity.data.glue import LabelTask, get_task, positive, with_labels
 from ffn_heterogeneity.data.labelled import Encoded, Form
 from ffn_heterogeneity.data.sources import DataError, Source, read_each
 from ffn_heterogeneity.evaluate.inputs import ModelSettings, row_form, text_rows, tokenizer_of
@@ -161,7 +161,15 @@ def task_of(model: Model, fields: str = "") -> LabelTask:
     kind = get_task(known, names[0], () if head_settings.get("problem") else labels)
     glue = with_labels(labels) if head_settings["task"] != "labels" else None
     numbers = glue.labels if glue and [*map(str.casefold, labels)] != [*glue.labels] else None
-    return LabelTask(known, names, labels, kind.metrics, (glue or kind).answer, numbers=numbers)
+    return LabelTask(
+        known,
+        names,
+        labels,
+        kind.metrics,
+        (glue or kind).answer,
+        numbers=numbers,
+        positive=positive(glue, labels) if glue else kind.positive,
+    )
 
 
 def predicted(

@@ -166,6 +166,7 @@ class HarnessLM(TemplateLM):
         windows, owners = [], []
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
+            ids = ids[1:] if ids[:1] == [self.prefix_token_id] else ids  # it stands before them
             rolling = get_rolling_token_windows(
                 ids, self.prefix_token_id, max_seq_len=self.max_length, context_len=1
             )

@@ -106,7 +106,8 @@ def _with_defaults(tokenizer: Any, directory: Path, values: Mapping[str, Any]) -
         stem = str(read_object(path).get("model_type"))
     vocabulary = tokenizer.get_vocab()
     for name, token in _DEFAULTS.get(stem.lower(), {}).items():
-        if getattr(tokenizer, name) is None and token in vocabulary:
+        absent = name not in values and getattr(tokenizer, name) is None
+        if absent and token in vocabulary:
             setattr(tokenizer, name, token)
     return tokenizer
 

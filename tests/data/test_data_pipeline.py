@@ -209,6 +209,12 @@ def test_a_saved_data_set_has_its_own_validation(characters, tmp_path):
     parts = {"train": "t", "validation": "v"}
     rows = {name: datasets.Dataset.from_list([{"text": x}] * 3) for name, x in parts.items()}
     datasets.DatasetDict(rows).save_to_disk(str(tmp_path / "saved"))
+    rows["train"].save_to_disk(str(tmp_path / "one"))
+    for name, more in (("saved", {"validation_split": "train"}), ("one", {})):
+        path = str(tmp_path / name)
+        twice = {"path": path, "validation_path": path, "packing": False} | more
+        sizes, words = (characters(), 2, 4, 0), "training and validation both read it"
+        refused(words, make_pipeline, twice, *sizes, error=DataError)
     config = {"path": str(tmp_path / "saved"), "validation_path": str(tmp_path / "saved")}
     pipeline = make_pipeline(config | {"packing": False}, characters(), 2, 4, 0)
     assert documents_of(pipeline.validation_iterator()) == ["v"] * 3

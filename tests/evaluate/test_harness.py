@@ -183,6 +183,14 @@ def test_a_bos_stands_first_once(tiny, gemma3_tokenizer):
     refused("no bos token", lm.tok_encode, "The")
 
 
+def test_a_bos_that_is_added_is_not_scored(lm_eval):
+    """Of whole texts: it stands before the first token as the context, added or not."""
+    lm, texts = lm_of(), [instance("The cat sat on the mat")]
+    plain = lm.loglikelihood_rolling(texts)
+    lm.add_bos = True
+    assert lm.loglikelihood_rolling(texts) == plain
+
+
 def test_a_bos_stays_where_a_context_is_cut(tiny):
     bos, whole = tiny.tokenizer.bos_token_id, tiny.max_length
     context = [bos, *range(5, whole + 5)]

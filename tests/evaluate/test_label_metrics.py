@@ -1,10 +1,17 @@
 """Metrics of labels and numbers against their definitions; coverage of the intervals."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+from tiny_models import LLAMA
 
 from ffn_heterogeneity.data.glue import get_task
+from ffn_heterogeneity.evaluate.classify import task_of
 from ffn_heterogeneity.evaluate.label_metrics import label_metrics, number_metrics, task_metrics
+from ffn_heterogeneity.heads.classification import Classification
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.config import HeadConfig
 
 NAMES = ("accuracy", "f1", "macro_f1", "matthews")
 
@@ -56,6 +63,12 @@ def test_f1_is_that_of_the_tasks_label_in_any_order():
     assert task_metrics(moved, 1 - given, 1 - wanted) == scores
     assert scores["f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
     assert get_task("mrpc", labels=("no", "yes")).positive == 1
+    # And of a head with those labels.
+    for labels, number in ((task.labels, 1), (("Equivalent", "Not_equivalent"), 0)):
+        settings = vars(Classification(outputs=2, task="mrpc", labels=labels))
+        head = HeadConfig.of("classification", settings)
+        model = Model(dataclasses.replace(LLAMA, head=head), {}, None, "")
+        assert task_of(model).positive == number
 
 
 def test_numbers():

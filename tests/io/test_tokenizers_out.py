@@ -135,6 +135,10 @@ def test_special_tokens_that_only_the_class_knows(name, tmp_path):
         if getattr(theirs_, f"{token}_token") in made.get_vocab():
             assert getattr(ours, f"{token}_token_id") == wanted, token
     assert (ours.eos_token or ours.sep_token) in ("<|endoftext|>", "[SEP]")
+    # What is null stays so.
+    values = {"tokenizer_class": theirs_.__class__.__name__, "unk_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    assert load_tokenizer(tmp_path).unk_token is None
 
 
 def test_what_a_gguf_file_holds_is_written_for_both_versions(smollm2_gguf, tmp_path):
