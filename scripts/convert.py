@@ -36,9 +36,7 @@ _OLD = r"^--?(no)?(model|revision|push|type|tokenizer|dtype|export|peft)(?=$|=)"
 
 def main() -> None:
     if _PUSH.value:
-        check_repository(_PUSH.value)
-        if _OUTPUT.value.endswith(".gguf"):
-            raise ValueError(f"push: {_OUTPUT.value} is a file: write a directory to push it")
+        check_repository(_PUSH.value, _OUTPUT.value)
     dtype = None if _DTYPE.value == "as_read" else _DTYPE.value
     model = load_model(_MODEL.value, revision=_REVISION.value, dtype=dtype)
     given, output = (model.config, model.params, _OUTPUT.value), _OUTPUT.value

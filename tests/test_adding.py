@@ -69,8 +69,9 @@ def copy(tmp_path_factory):
     rows = [{"riddle": f"what is {i} and one", "solution": str(i + 1)} for i in range(40)]
     for name, few in (("train", rows), ("validation", rows[:3])):
         write_rows(copy / f"data/riddles/{name}.jsonl", few)
-    text = {"data.path": "text.txt", "data.validation_path": "text.txt", "losses.l1.weight": 0.5}
-    text |= SMALL | {"data.validation_fraction": 0, "seq_len": 16}
+    (copy / "held_out.txt").write_text((copy / "text.txt").read_text())
+    text = {"data.path": "text.txt", "data.validation_path": "held_out.txt"}
+    text |= SMALL | {"data.validation_fraction": 0, "seq_len": 16, "losses.l1.weight": 0.5}
     solved = {"data.path": "data/riddles/train.jsonl", "data.validation_fraction": 0.1}
     solved |= SMALL | {"seq_len": 64, "optimizer.learning_rate": 1}
     asked = {"model": "tiny", "data_root": "data", "tasks": ("riddles",), "max_new_tokens": 2}

@@ -5,11 +5,9 @@ import inspect
 import re
 
 import pytest
-from ml_collections import ConfigDict
 from tiny_models import LLAMA, config_of, random_params
 from tiny_runs import refused
 
-from configs.parts import adapters
 from configs.parts.adapters import PARTS
 from configs.parts.losses import LOSSES
 from ffn_heterogeneity.adapters import RATES, REFRESHES
@@ -117,10 +115,3 @@ def test_monitors_adapters_criteria_and_fold_refuse_a_slip():
 ])  # fmt: skip
 def test_a_value_of_another_kind_is_refused(name, given, message):
     refused(re.escape(message), SURGERIES[name].check, given)
-
-
-def test_groups_that_train_alone_train_together():
-    """The second one does not freeze what the first one added."""
-    config = ConfigDict()
-    assert adapters.add(config, ("nll", "scores", "lora")) == ["nll"]
-    assert config.train_only == (PARTS["scores"][1], PARTS["lora"][1])

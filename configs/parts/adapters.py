@@ -80,7 +80,7 @@ def add(config: ConfigDict, names: Sequence[str]) -> list[str]:
         config.prepare = (*config.get("prepare", ()), name)
         config[name] = copy.deepcopy(settings)  # with placeholders of its own
         if trains:
-            config.train_only = (*config.get("train_only", ()), trains)
+            config.train_only = (trains,)
         if settings is LORA:
             config[name].dropout = Lora.dropout  # of what A reads, in training
         if name in REFRESHES:

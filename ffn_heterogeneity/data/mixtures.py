@@ -173,7 +173,7 @@ def open_task(
 
 
 def read_twice(task: Task, *read: tuple[str | Sequence[str], str]) -> str:
-    """What two (path, split) have in common: a file, or a data set with its split; "": nothing.
+    """A file, or a data set with its split, that two (path, split) have in common; "": nothing.
 
     Files have no split, except those of a mixture, which are named after it.
     """

@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas
 
-from ffn_heterogeneity.io.runs import SEEDS_APART
 from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
@@ -17,7 +16,6 @@ from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, TOLD, interval, v
 # Pooling -> the paper's name, or ours; task -> score of its most frequent answer.
 METHODS, MAJORITY = (printed("p32")[key] for key in ("methods", "majority"))
 OWN_RATE = "P-32, lambda at the model's rate"
-AGAIN = "retries"
 SCORE, TEST, DEPTH, PEAK = "score", "test score", "max |w - 1/L|", "peak layer"
 POOLED = ("pooling", "lambda_rate", "method", "rate", "place", "order")  # in which poolings differ
 DATA = ["model", "data.task", "data.fraction"]
@@ -38,8 +36,7 @@ def classifiers(runs: Frame) -> Frame:
     keys = ("objective", "pooling", "lambda_rate", "final_norm", "prepare", "data.task")
     rows = c.need(runs, *keys, "truncate.blocks", "data.fraction")
     rows = c.without_idle_losses(rows[(rows.objective == "labels") & rows.pooling.notna()])
-    again = rows[rows.what == AGAIN].set_index("run")["value"]
-    rows["seed"] += (SEEDS_APART * rows["run"].map(again).fillna(0)).astype(int)
+    rows = c.with_last_seeds(rows)
     learned = rows.lambda_rate.notna() & (rows.pooling == "p32")
     method = rows.pooling.map(METHODS).where(learned | (rows.pooling != "p32"), OWN_RATE)
     rate = (", lambda_rate " + rows.lambda_rate.astype(str)).where(learned, "")
@@ -146,8 +143,8 @@ def paired(full: Frame) -> Frame:
     known = full.query("task in @MAJORITY").drop_duplicates(INDEX)
     known = known.assign(cell=known.task.map(MAJORITY).astype(object))
     columns = {"majority": known, DEPTH: DEPTH, PEAK: PEAK}
-    if (full[full.what == AGAIN]["value"] > 0).any():
-        columns["began again"] = AGAIN  # the mean over runs
+    if (full[full.what == c.AGAIN]["value"] > 0).any():
+        columns["began again"] = c.AGAIN  # the mean over runs
     return c.table(full, INDEX, compared(full, SCORE) | columns)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pandas
 
 from ffn_heterogeneity.io.rows import FIELDS
+from ffn_heterogeneity.io.runs import SEEDS_APART
 from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.frame import units
 
@@ -29,6 +30,7 @@ BEST_FIRST = {"acc_norm": 0, "acc": 1, "exact_match": 2}  # metrics, for a paper
 OWN = {*FIELDS, "run", "by", "origin", "cell", "column", "panel", "line", "part", "run_on", "place"}
 OWN |= {"x", "y", "unit_scale"}
 SEEDS = re.compile(r"(.*\.)?seeds?")
+AGAIN = "retries"  # the number of attempts of a run that failed
 # Settings of what is asked or saved, where, and on which devices: no measurement depends on them.
 NO_EFFECT = ("tasks", "num_fewshot", "data_root", "save_samples", "save_model", "push", "workdir")
 NO_EFFECT += ("checkpoint.", "mesh.", "remat", "unroll", "profile", "tensorboard", "wandb")
@@ -100,6 +102,12 @@ def without_idle_losses(rows: Frame, but: Names = ()) -> Frame:
         names = [x for x in rows if x.startswith(weight[:-6]) and not x.startswith(tuple(but))]
         rows = rows.assign(**{name: rows[name].where(~idle, None) for name in names})
     return rows.copy()  # in one piece for further columns
+
+
+def with_last_seeds(rows: Frame) -> Frame:
+    """The rows with the seeds of the last attempts of runs whose loss was no number at first."""
+    again = rows["run"].map(rows[rows.what == AGAIN].set_index("run")["value"]).fillna(0)
+    return rows.assign(seed=rows.seed + (SEEDS_APART * again).astype(int))
 
 
 def evaluated(rows: Frame, setting: str) -> Frame:

@@ -19,7 +19,14 @@ import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.run import score
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fetch import models_directory
-from ffn_heterogeneity.io.hf.card import hub_of, licence_of, published, push_directory, write_card
+from ffn_heterogeneity.io.hf.card import (
+    check_repository,
+    hub_of,
+    licence_of,
+    published,
+    push_directory,
+    write_card,
+)
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import in_memory
 from ffn_heterogeneity.models.config import HeadConfig
@@ -108,6 +115,10 @@ def test_bad_names_are_refused_before_anything_is_done(tmp_path, model, name):
     assert repr(name) in run_script("compress", *run).error
     assert not (tmp_path / "run").exists()
     refused("config.json", push_directory, tmp_path, "me/tiny", error=CheckpointError)
+
+
+def test_a_file_cannot_be_pushed():
+    refused("is a file", check_repository, "a/b", "x.gguf", error=CheckpointError)
 
 
 def test_licences(tmp_path):

@@ -206,7 +206,9 @@ def push_directory(directory: str | os.PathLike, repository: str, *, private: bo
         ) from None
 
 
-def check_repository(repository: str) -> None:
-    """Reject an invalid repository name before anything is computed."""
+def check_repository(repository: str, output: str = "") -> None:
+    """Reject an invalid repository name, or a file to push, before anything is computed."""
+    if output.endswith(".gguf"):
+        raise CheckpointError(f"push: {output} is a file: write a directory to push it")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
         raise CheckpointError(f"push={repository!r}: write <owner>/<name> of the Hugging Face hub")
