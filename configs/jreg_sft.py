@@ -29,6 +29,8 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M") -> ConfigDict:
 
     config.data.task = "messages"
     config.data.split = ""  # of a hub data set; "": the task's own
+    # Of a data set of the hub, and of validation_path; "": of the latter validation.
+    config.data.validation_split = ""
     config.data.text_field = ""  # of the conversations; "": messages
     config.data.validation_fraction = 0.0  # held out; the paper: nothing
     # One conversation a row, so that 957 batches of 512 are an epoch; True is faster, and then an

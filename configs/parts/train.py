@@ -24,7 +24,6 @@ def get_config() -> ConfigDict:
     config.data.path = ""
     config.data.validation_fraction = 0.05  # held out, the same part whatever the seed
     config.data.validation_path = ""  # separate data instead
-    config.data.validation_split = ""  # of a hub data set; "": validation, of a validation_path
 
     config.steps = 1000  # of the whole run
     config.batch_size = 16  # rows a step
