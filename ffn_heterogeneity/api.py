@@ -300,17 +300,16 @@ def fit(config: str, workdir: str | os.PathLike, **overrides: Any) -> Made:
     Raises:
       ValueError: as `run`; a job of several stages or seeds, or a dry run: use `run`.
     """
-    settings = {name.replace("__", "."): value for name, value in overrides.items()}
+    # Imported here: loading and generating do not need the command line.
     from ffn_heterogeneity.launch import cli
 
+    settings = {name.replace("__", "."): value for name, value in overrides.items()}
     values = cli.load_config(config)
     cli.set_keys(values, settings, "fit", config)
     for name in ("stages", "seeds", "dry_run"):
         if values.get(name):
-            raise ValueError(
-                f"{name}={values[name]!r}: fit returns the one model of a training: call "
-                f"run('train', {config!r}, ...), which returns the numbers"
-            )
+            said = f"{name}={values[name]!r}"
+            raise ValueError(f"{said}: fit returns one model: call run('train', {config!r}, ...)")
     run_results = run("train", config, workdir, settings)
     return load_model(epath.Path(workdir).expanduser() / "model"), run_results
 

@@ -178,7 +178,7 @@ def read_twice(task: Task, *read: tuple[str | Sequence[str], str]) -> str:
     Files have no split, except those of a mixture, which are named after it.
     """
     (one, split), (other, other_split) = read
-    if files := set() if task.members else files_of(one) & files_of(other):
+    if not task.members and (files := files_of(one) & files_of(other)):
         return min(files)
     named = not isinstance(one, str) or not is_saved(one) or has_splits(one)
     same = one == other and (split == other_split or not named)

@@ -154,8 +154,8 @@ class Pipeline(Feed):
         """Open the training and held-out records and check that the task can read them."""
         config, task = self.config, self.task
         options = [member.option for member in task.members if member.option]
-        opened = {"revision": config.revision, "passage_chars": config.passage_chars}
-        opened |= {"skip_bad": config.skip_bad}
+        names = ("revision", "passage_chars", "skip_bad")
+        opened = {name: getattr(config, name) for name in names}
         split = config.split or task.split
         left_out = [option for option in options if not getattr(config, option)]
         source = mixtures.open_task(task, config.path, split, left_out=left_out, **opened)
@@ -165,15 +165,14 @@ class Pipeline(Feed):
         if not (config.validation_path or config.validation_split):
             return split_records(source, config.validation_fraction)
         path = config.validation_path or config.path
-        other = config.validation_split or ("validation" if config.validation_path else split)
-        if twice := mixtures.read_twice(task, (config.path, split), (path, other)):
+        held_split = config.validation_split or ("validation" if config.validation_path else split)
+        if twice := mixtures.read_twice(task, (config.path, split), (path, held_split)):
             raise DataError(
                 f"{twice}: training and validation both read it: name other files or splits, or "
                 "hold out a part (data.validation_fraction)"
             )
-        split = other
         # Members that only help in training have no validation file.
-        held_out = mixtures.open_task(task, path, split, left_out=options, **opened)
+        held_out = mixtures.open_task(task, path, held_split, left_out=options, **opened)
         self._check_records(held_out)
         return Subset(source, range(len(source))), Subset(held_out, range(len(held_out)))
 

@@ -81,8 +81,10 @@ def attack(
         massive = massive.of(settings.neurons)
     k, count = settings.k, len(massive.indices)
     if k > count:
-        has = f"layer {massive.layer} (from 0) has {count} neurons"
-        raise ValueError(f"k={k}: {f'neurons names {count}' if settings.neurons else has}")
+        known = f"layer {massive.layer} (from 0) has {count} neurons"
+        if settings.neurons:
+            known = f"neurons names {count}"
+        raise ValueError(f"k={k}: {known}")
     place, chosen = Place(massive.layer, massive.expert, "ffn"), massive.indices[:k]
     blocks = dict(ffn_blocks(model.config, model.params))
     new = {one: block for one, block in blocks.items() if one.layer == place.layer}

@@ -184,7 +184,7 @@ def test_a_bos_stands_first_once(tiny, gemma3_tokenizer):
 
 
 def test_a_bos_that_is_added_is_not_scored(lm_eval):
-    """Of whole texts: it stands before the first token as the context, added or not."""
+    """A whole text's score: the bos is its context, added or not."""
     lm, texts = lm_of(), [instance("The cat sat on the mat")]
     plain = lm.loglikelihood_rolling(texts)
     lm.add_bos = True

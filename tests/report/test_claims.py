@@ -86,7 +86,7 @@ def test_mstd_against_gini_is_computed(report, tmp_path):
 
 
 def test_claims_about_depth_are_judged_seed_by_seed():
-    """Which depth does best is said of the mean; whether it is better, of the paired interval."""
+    """The mean says which depth does best; the paired interval whether it is better."""
 
     def scores(*seeds):
         return pandas.DataFrame(seeds, columns=[1, 2, 3]).astype(float)

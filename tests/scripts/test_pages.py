@@ -68,7 +68,7 @@ SETTINGS = {
         "692": "held-out training sentences of SST-2",
     },
     "shrink": {
-        "8,192": "tokens of own text",
+        "8,192": "tokens of self-generated text",
         "7,400": "those that train",
         "256": "tokens of a window",
         "0.4848": "3.269 - 2.784, unrounded",

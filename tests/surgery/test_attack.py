@@ -107,7 +107,7 @@ def test_whom_macdrop_drops(config, scope):
 
 
 def test_named_neurons_are_attacked_instead():
-    """Those of a model before its training, in their order, with the |h| that they have now."""
+    """They keep their order, with the |h| that they have in this model."""
     model = Model(LLAMA, planted(LLAMA), None, "tiny")
     massive = massive_weights(LLAMA, model.params)
     order = massive.indices[[3, 0, 2]].tolist()

@@ -140,7 +140,7 @@ FAMILY = common.Family(
     to_hf,
     common.no_gguf,
     rules=t5_names.tensor_rules,
-    redundant=(r"(encoder|decoder)\.embed_tokens\.weight", r".*EncDecAttention\.relative_.*"),
+    redundant=(*t5_names.TABLES, r".*EncDecAttention\.relative_.*"),
     tables=t5_names.TABLES,
     own_name=t5_names.own_name,
     by_tensors=t5_names.by_tensors,
