@@ -71,7 +71,6 @@ SETTINGS = {
         "8,192": "tokens of self-generated text",
         "7,400": "those that train",
         "256": "tokens of a window",
-        "0.4848": "3.269 - 2.784, unrounded",
     },
 }
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])|(?<![\w.])\.\d+")
