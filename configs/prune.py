@@ -22,8 +22,8 @@ def get_config() -> ConfigDict:
     config = perplexity.get_config()
     config.update(
         {
-            # As in their authors' code: wanda_sp_published | flap_published (FLAP needs
-            # budget=global and compensation=bias).
+            # As in their authors' code: wanda_sp_published | flap_published (needs budget=global;
+            # its authors add compensation=bias).
             # What goes: entropy | gini | mstd | magnitude | random | similarity (Srinivas & Babu
             # 2015: neurons that resemble another) | largest_outgoing | maw | vow | pon (these
             # three are OptiPFair's, of the incoming weights) | bos (|h| on bos) | mean_state (of

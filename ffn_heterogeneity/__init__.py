@@ -42,7 +42,7 @@ _NAMES |= {"fh.fit": "train_model finetune fine_tune Trainer TrainingArguments d
 _NAMES |= {"fh.prune or fh.fuse": "compress", "fh.models.causal_lm.logits": "logits"}
 _NAMES |= {"fh.fuse": "cluster", 'fh.analyze(model, "displacement")': "analyze_layer_importance"}
 _NAMES |= {"print(model)": "summary", "model.params": "parameters named_parameters state_dict"}
-_NAMES |= {"fh.prune (it removes neurons, not layers)": "prune_model prune_model_depth"}
+_NAMES |= {"fh.prune": "prune_model", 'fh.surgery.SURGERIES["drop_layers"]': "prune_model_depth"}
 _NAMES |= {"fh.fold": "merge merge_and_unload merge_adapter", "fh.generate(..., chat=True)": "chat"}
 _NAMES |= {"fh.perplexity": "ppl loss", "fh.generate(..., seed=...)": "GenerationConfig set_seed"}
 _NAMES |= {'fh.surgery.SURGERIES["dora"]': "dora", "fh.models.families.PRESETS": "list_models"}

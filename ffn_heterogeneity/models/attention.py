@@ -19,7 +19,7 @@ from ffn_heterogeneity.models.blocked import (
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import Linear, drawn, dropout, rescaled
 from ffn_heterogeneity.models.norms import Norm
-from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.models.options import AMPERE, HOPPER, RunOptions, gpu_generation
 from ffn_heterogeneity.models.relative import on_block
 from ffn_heterogeneity.models.rotary import apply_rotary
 from ffn_heterogeneity.wording import check_choice
@@ -92,9 +92,10 @@ def with_kernel(
 ) -> RunOptions:
     """Return `options` with the kernel that its `attention` selects, from static facts only.
 
-    If heads and rows are suitable, "auto" selects cuDNN's fused kernel on a GPU (half precision, no
-    soft-cap, heads of at most 128, 256 on Hopper and later, even lengths) and splash attention on a
-    TPU (row lengths that are multiples of 128). Otherwise it selects "xla", the blocked form.
+    If heads and rows are suitable, "auto" selects cuDNN's fused kernel on a GPU from Ampere on
+    (half precision, no soft-cap, heads of at most 128, 256 on Hopper and later, even lengths) and
+    splash attention on a TPU (row lengths that are multiples of 128). Otherwise it selects "xla",
+    the blocked form.
 
     Args:
       length: T.
@@ -144,7 +145,8 @@ def _largest_head() -> int:
     """Largest head dimension of cuDNN's kernel on this machine's GPUs; otherwise 128."""
     if jax.default_backend() != "gpu":
         return 128
-    return 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
+    generation = gpu_generation() or 0.0  # another maker's has no cuDNN
+    return 0 if generation < AMPERE else 128 if generation < HOPPER else 256
 
 
 def plain_attention(

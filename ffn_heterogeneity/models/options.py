@@ -15,6 +15,8 @@ import jax.numpy as jnp
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 # Linux's name of the CPU flag for bfloat16 tile units (five times as fast as float32 vectors).
 AMX = "amx_bf16"
+# NVIDIA's compute capabilities. Before Ampere, GPUs have no bfloat16 units and no cuDNN attention.
+AMPERE, HOPPER = 8.0, 9.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +69,26 @@ class RunOptions:
 def choose_dtype(name: str, platform: str | None = None) -> Any:
     """Return the compute dtype for a name of `COMPUTE_DTYPES` on a platform (None: this one).
 
-    "auto" is bfloat16 on machines that multiply it faster (accelerators and CPUs with AMX), and
-    float32 otherwise.
+    "auto" is bfloat16 on machines that multiply it faster (TPUs, GPUs from Ampere on and CPUs with
+    AMX), and float32 otherwise.
     """
     if name != "auto":
         return jnp.dtype(name)
-    fast = (platform or jax.default_backend()) != "cpu" or _has_amx()
+    here = jax.default_backend()
+    platform = platform or here
+    fast = _has_amx() if platform == "cpu" else True
+    if platform == here == "gpu":
+        fast = (gpu_generation() or AMPERE) >= AMPERE
     return jnp.dtype(jnp.bfloat16 if fast else jnp.float32)
+
+
+def gpu_generation() -> float | None:
+    """NVIDIA's compute capability of this machine's GPUs, 7.5 for example (Turing).
+
+    None for another maker's.
+    """
+    found = str(jax.devices()[0].compute_capability)
+    return float(found) if re.fullmatch(r"\d+\.\d+", found) else None
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@
 #   scripts/launch/slurm.sh [--print] nodes <number> <ffnh command> ... [-- sbatch options ...]
 #
 #   ffnh sweep --config=nucl_finetune:gemma2_2b,gsm8k --sweep=alpha --workdir=runs/alpha --print > points
-#   scripts/launch/slurm.sh array points --gpus-per-task=1 --time=24:00:00
+#   scripts/launch/slurm.sh array points --ntasks=1 --gpus-per-task=1 --time=24:00:00
 #   scripts/launch/slurm.sh nodes 4 train --config=nucl_finetune:gemma2_9b,gsm8k \
 #       --workdir=runs/nucl -- --gpus-per-node=8 --ntasks-per-node=8
 #

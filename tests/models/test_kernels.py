@@ -4,6 +4,7 @@ and the bfloat16 units' by the programs that call them."""
 import dataclasses
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from tiny_models import random_params, tiny_of
 
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.models import causal_lm, options
-from ffn_heterogeneity.models.attention import attention_mask, plain_attention
+from ffn_heterogeneity.models.attention import attention_mask, plain_attention, with_kernel
 from ffn_heterogeneity.models.linear import wide_product
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.splash import splash_attention
@@ -190,6 +191,25 @@ def test_no_half_precision_is_written_into_a_stack_of_layers_on_a_cpu():
         for one, other in zip(jax.tree.leaves(gradient(remat)(params)), exact, strict=True):
             bound = 5e-2 * float(jnp.abs(other).max())
             np.testing.assert_allclose(one, other, rtol=5e-2, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kernel"),
+    [
+        ("7.5", "float32", "xla"),  # Turing: no bfloat16 units, and cuDNN's attention needs 8.0
+        ("8.0", "bfloat16", "cudnn"),
+        ("9.0", "bfloat16", "cudnn"),
+        ("gfx90a", "bfloat16", "xla"),  # AMD
+    ],
+)
+def test_auto_on_old_gpus_and_others(monkeypatch, capability, dtype, kernel):
+    devices = [types.SimpleNamespace(compute_capability=capability)]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    assert options.choose_dtype("auto") == dtype
+    run = RunOptions(compute_dtype=jnp.bfloat16, platform="gpu")
+    model = dataclasses.replace(tiny_of("llama"), head_dim=64)
+    assert with_kernel(run, model, 256).attention == kernel
 
 
 def test_auto_is_what_the_machine_multiplies_fast(monkeypatch, tmp_path):
