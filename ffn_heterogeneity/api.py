@@ -25,7 +25,7 @@ from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.io.load import load_model as load_model
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.options import products
-from ffn_heterogeneity.models.sampling import own_settings
+from ffn_heterogeneity.models.sampling import settings_of
 from ffn_heterogeneity.models.stack import slots
 from ffn_heterogeneity.report.frame import curves as curves
 from ffn_heterogeneity.report.frame import results as results
@@ -96,8 +96,8 @@ def generate(
     Args:
       chat: each prompt is a user's message; the answer is generated in the tokenizer's chat
         template, and stops at the template's end of a turn.
-      do_sample: as in transformers. False: greedy, at any temperature; True: temperature 1 by
-        default; None: the temperature decides.
+      do_sample: as in transformers. False: greedy, at any temperature; True: the file's temperature
+        and top_p, else 1; None: the temperature decides.
       sampling: settings of `models.generate.Sampling`: temperature, top_p, seed, stop ...
 
     Raises:
@@ -109,13 +109,12 @@ def generate(
         way = "give ids as model.tokenizer.decode(ids), a user's message as a text with chat=True"
         raise TypeError(f"prompts must be texts: got {wrong[0]}; {way}")
     ids = prompt_rows(model, texts, chat)
-    sampling = own_settings(model.config) | sampling
-    if do_sample is not None:
-        sampling["temperature"] = sampling.get("temperature", 1.0) if do_sample else 0.0
+    sampling = settings_of(model.config, sampling, do_sample)
     if chat:
         with contextlib.suppress(DataError):  # a template that renders no answer
             ends = [end_of_turn(Encoder(model.tokenizer, "auto"))]
             sampling["eos"] = (*sampling.get("eos", ()), *(end for end in ends if end is not None))
+    batch_size = min(batch_size, 1 << max(0, len(ids) - 1).bit_length())  # few programs, no waste
     generator = Generator(model.config, model.params, model.tokenizer, batch_size=batch_size)
     continuations = generator(ids, Sampling(max_new_tokens, **sampling), progress=None)
     answers = [one.text for one in continuations]

@@ -17,7 +17,7 @@ from ffn_heterogeneity.models.blocked import (
     first_key_share,
 )
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.linear import Linear, drawn, dropout, rescaled
+from ffn_heterogeneity.models.linear import Linear, drawn, dropout, rescaled, scaled
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import AMPERE, HOPPER, RunOptions, gpu_generation
 from ffn_heterogeneity.models.relative import on_block
@@ -178,7 +178,7 @@ def cached_attention(
     The queries of one key head are the rows, and the left operand, of one matrix product: XLA:CPU
     has no fast kernel for the transposed form, which einsum makes of "btkgh,bkhs->bkgts".
     """
-    q_bkgth = by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bkhs.shape[1])
+    q_bkgth = by_key_head(scaled(q_btnh, scale), k_bkhs.shape[1])
     wide = jnp.promote_types(q_btnh.dtype, jnp.float32)
     logits = jnp.einsum("bkqh,bkhs->bkqs", as_rows(q_bkgth), k_bkhs, preferred_element_type=wide)
     logits = logits.reshape(*q_bkgth.shape[:4], k_bkhs.shape[3])
@@ -226,7 +226,7 @@ def blocked_attention(
             f"{q_btnh.shape[1]} queries and {k_bskh.shape[1]} keys: use attention='plain'"
         )
     # Heads before time: each (batch, kv head) is one matrix product.
-    q_bkgth = by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2])
+    q_bkgth = by_key_head(scaled(q_btnh, scale), k_bskh.shape[2])
     keep = None
     if drop is not None:
         keep = drawn(drop[0], (*q_bkgth.shape[:4], k_bskh.shape[1]), drop[1])
@@ -253,7 +253,7 @@ def sink_weights(
 
     Computed from the statistics of the blocked form, without T^2 numbers.
     """
-    q_bkgth = by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2])
+    q_bkgth = by_key_head(scaled(q_btnh, scale), k_bskh.shape[2])
     k_bksh, v_bksh = (x.transpose(0, 2, 1, 3) for x in (k_bskh, v_bskh))
     known = (softcap, mask.window, mask.causal)
     share = first_key_share(q_bkgth, k_bksh, v_bksh, mask.visible, bias, *known)

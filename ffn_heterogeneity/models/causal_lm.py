@@ -25,7 +25,7 @@ from ffn_heterogeneity.models.experts import JITTER
 from ffn_heterogeneity.models.kept import BLOCK_INPUT, keep
 from ffn_heterogeneity.models.leaves import abstract_params as abstract_params
 from ffn_heterogeneity.models.leaves import init as init
-from ffn_heterogeneity.models.linear import DROP, Linear
+from ffn_heterogeneity.models.linear import DROP, Linear, scaled
 from ffn_heterogeneity.models.linear import dropout as drop_out
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
@@ -312,7 +312,7 @@ def finish(config: ModelConfig, params: dict, x_btd: jax.Array) -> Any:
     """The head's input: the stream after the last layer and its final norm, if any, multiplied."""
     x_btd = _stack_norm(config, params, "decoder", x_btd)
     factor = config.output_multiplier
-    return x_btd if factor == 1.0 else x_btd * jnp.asarray(factor, x_btd.dtype)
+    return x_btd if factor == 1.0 else scaled(x_btd, factor)
 
 
 def hold(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:

@@ -211,6 +211,13 @@ class ModelConfig:
         others = self.parallel_residual or self.post_norms or layer.norm_placement == "post"
         if layer.cross_attention and others:
             raise ConfigError(f"layer {i}: cross-attention needs norms before each branch alone")
+        if layer.cross_attention and (
+            self.qk_norm or self.qkv_clip is not None or self.positions == "learned"
+        ):
+            raise ConfigError(
+                f"layer {i}: cross-attention works with none of qk_norm, qkv_clip and "
+                "positions='learned'"
+            )
         if layer.norm_placement == "post" and (self.parallel_residual or self.post_norms):
             raise ConfigError(
                 f"layer {i}: norm_placement='post' works with neither parallel_residual="
@@ -226,6 +233,10 @@ class ModelConfig:
         for name in ("theta", "linear_factor"):
             value = getattr(rope, name)
             check_number(f"layer {i}: rope {name}", value, "(0, inf)", ConfigError)
+        for value in rope.llama3 or ():
+            check_number(f"layer {i}: rope llama3 {rope.llama3}", value, "(0, inf)", ConfigError)
+        if rope.llama3 and rope.llama3[1] >= rope.llama3[2]:
+            raise ConfigError(f"layer {i}: rope llama3 {rope.llama3}: expected low < high factor")
         rotated = rope.rotated(self.head_dim)
         if rotated % 2 or not 0 < rotated <= self.head_dim:
             raise ConfigError(

@@ -158,6 +158,12 @@ def dropout(x: jax.Array, key: jax.Array, rate: jax.Array) -> jax.Array:
     return jnp.where(drawn(key, x.shape, rate), rescaled(x, rate), jnp.zeros((), x.dtype))
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Multiply x by a factor that is not rounded to x's dtype (1/12 in bfloat16 is 0.2% off)."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * factor).astype(x.dtype)
+
+
 def rescaled(x: jax.Array, rate: jax.Array) -> jax.Array:
     """x / (1 - rate), the scaling of dropout, in float32 (in half precision 0.9 is 0.8984)."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,9 @@ class Sampling:
         check_numbers(
             self, max_new_tokens="[1, inf)", temperature="[0, inf), 0 for greedy", top_p="(0, 1]"
         )
+        if self.max_new_tokens != int(self.max_new_tokens):
+            raise ValueError(f"max_new_tokens={self.max_new_tokens!r}: expected a whole number")
+        object.__setattr__(self, "max_new_tokens", int(self.max_new_tokens))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if any(not text for text in self.stop):
@@ -46,18 +50,40 @@ class Sampling:
 
 
 # Settings of generation_config.json that are not used here, with values that change nothing.
-_SAMPLED = {"top_k": 0, "min_p": 0, "typical_p": 1}
+_SAMPLED = {"top_k": 0, "min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
 _DEFAULTS = {"top_k": 50}  # of transformers, where the file names none
-_UNREAD = {"repetition_penalty": 1, "no_repeat_ngram_size": 0, "num_beams": 1}
+_UNREAD = {"repetition_penalty": 1, "no_repeat_ngram_size": 0, "num_beams": 1, "min_length": 0}
+_UNREAD |= {"min_new_tokens": 0, "guidance_scale": 1, "penalty_alpha": 0}
+_UNREAD |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
+_LISTS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "stop_strings")
+_LISTS += ("sequence_bias", "forced_bos_token_id", "forced_eos_token_id")
+_UNREAD |= dict.fromkeys((*_LISTS, "exponential_decay_length_penalty"))
 
 
-def own_settings(config: ModelConfig) -> dict[str, float]:
-    """Settings of `Sampling` from the model's generation_config.json; greedy without `do_sample`.
+def settings_of(
+    config: ModelConfig, given: Mapping[str, Any], do_sample: bool | None
+) -> dict[str, Any]:
+    """Settings of `Sampling`: those given, else the model's (`own_settings`).
+
+    Raises:
+      ValueError: sampling at temperature 0.
+    """
+    settings = own_settings(config, do_sample) | dict(given)
+    if do_sample and settings["temperature"] == 0:
+        raise ValueError("do_sample=True at temperature=0: raise it, or set do_sample=False")
+    return settings | {"temperature": 0.0} if do_sample is False else settings
+
+
+def own_settings(config: ModelConfig, do_sample: bool | None = None) -> dict[str, float]:
+    """Settings of `Sampling` from the model's generation_config.json; {} if it is greedy.
 
     Unused settings are listed on stderr.
+
+    Args:
+      do_sample: overrides the file's.
     """
     values = json.loads(config.generation or "{}")
-    sampled = bool(values.get("do_sample"))
+    sampled = bool(values.get("do_sample")) if do_sample is None else do_sample
     off = _UNREAD | (_SAMPLED if sampled else {})
     given = _DEFAULTS | {name: value for name, value in values.items() if value is not None}
     unread = [f"{k}={given[k]}" for k in off if given.get(k, off[k]) != off[k]]
@@ -163,6 +189,6 @@ def nucleus(logits_bv: jax.Array, top_p: jax.Array) -> jax.Array:
     before_bv = jnp.cumsum(jax.nn.softmax(ordered_bv, axis=-1), axis=-1)
     before_bv = jnp.pad(before_bv, ((0, 0), (1, 0)))[:, :-1]
     # The least logit whose predecessors do not reach top_p (only rounding can reach 1).
-    inside_bv = (before_bv < top_p) | (top_p >= 1)
+    inside_bv = (before_bv < top_p) | (top_p >= 1) | (before_bv == 0)  # 1e-50 is 0 in float32
     least_b = jnp.min(jnp.where(inside_bv, ordered_bv, jnp.inf), axis=-1)
     return jnp.where(logits_bv >= least_b[:, None], logits_bv, -jnp.inf)

@@ -5,6 +5,8 @@ import functools
 import jax
 from jax.sharding import PartitionSpec
 
+from ffn_heterogeneity.models.linear import scaled
+
 LANES = 128
 # Block size of queries and keys: larger ones need fewer steps; this one fits a TPU's fast memory.
 LARGEST_BLOCK = 512
@@ -41,7 +43,7 @@ def splash_attention(
     local = functools.partial(
         _local, softcap=softcap, window=window, interpret=interpret, residuals=residuals
     )
-    heads_first = [x.transpose(0, 2, 1, 3) for x in (q_btnh * scale, k_bskh, v_bskh)]
+    heads_first = [x.transpose(0, 2, 1, 3) for x in (scaled(q_btnh, scale), k_bskh, v_bskh)]
     mesh = getattr(activations, "mesh", None)
     if mesh is not None and mesh.size > 1:
         rows = activations.spec[0]

@@ -8,6 +8,8 @@ import pytest
 from tiny_models import LLAMA, byte_tokenizer, random_params, tiny_of
 from tiny_runs import refused
 
+import ffn_heterogeneity as fh
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm, generate
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.decoding import layers_apart
@@ -116,6 +118,26 @@ def test_the_nucleus_against_a_plain_rule():
     assert np.isfinite(np.asarray(nucleus(logits, np.float32(1.0)))).all()
 
 
+def test_the_least_nucleus_is_the_likeliest_token():
+    """Also where `top_p` is 0 in float32."""
+    kept = nucleus(np.log([[0.2, 0.5, 0.3]]), np.float32(1e-50))
+    np.testing.assert_array_equal(np.isfinite(kept), [[False, True, False]])
+
+
+def test_a_single_prompt_is_one_row(generator, monkeypatch):
+    model = Model(BYTES, generator.params, byte_tokenizer(), "")
+    widths, prefill = [], generate._prefill
+
+    def recorded(config, options, length, params, tokens, *rest):
+        widths.append(len(tokens))
+        return prefill(config, options, length, params, tokens, *rest)
+
+    monkeypatch.setattr(generate, "_prefill", recorded)
+    fh.generate(model, "one", 2)
+    three = fh.generate(model, ["one", "two", "three"], 2)
+    assert widths == [1, 4] and len(three) == 3
+
+
 def test_stop_strings_and_eos_end_a_text(generator):
     complete = generator(PROMPTS, Sampling(max_new_tokens=CHUNK + 8), progress=None)
     text = complete[0].text
@@ -205,6 +227,7 @@ def test_layers_are_taken_apart_without_a_copy():
         ([258], {}, "prompt 1: token id 258 is outside the vocabulary of 258"),
         ([0] * 60, {"max_new_tokens": 5}, "prompt 1 has 60 tokens, and with max_new_tokens=5"),
         ([0], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ([0], {"max_new_tokens": 2.5}, "max_new_tokens=2.5: expected a whole number"),
         ([0], {"temperature": -1.0}, "temperature=-1.0"),
         ([0], {"temperature": float("nan")}, "temperature=nan"),
         ([0], {"top_p": 0.0}, "top_p=0.0 must be a number in"),

@@ -247,6 +247,14 @@ def test_generation_config_is_kept_and_used(tmp_path, torch, own, capsys):
     said = fh.generate(model, "a neuron", 12, seed=3)
     assert said == fh.generate(model, "a neuron", 12, seed=3, temperature=0.6, top_p=0.5)
     assert fh.generate(model, "a neuron", 12, temperature=0) == greedy.text != said
+    # As in transformers, do_sample=True samples with the file's settings, also of a greedy file.
+    rewrite(tmp_path / "m", "generation_config.json", do_sample=False, min_new_tokens=5)
+    model = load_model(tmp_path / "m")
+    assert fh.generate(model, "a neuron", 12, do_sample=True, seed=3) == said
+    assert "min_new_tokens=5" in capsys.readouterr().err
+    refused(
+        "do_sample=True at temperature=0", fh.generate, model, "a", do_sample=True, temperature=0
+    )
 
 
 def test_a_chat_stops_where_the_template_ends_a_turn(tmp_path):

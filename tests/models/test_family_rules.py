@@ -143,6 +143,55 @@ def test_llama31_scaling_is_recovered_from_gguf_factors():
         llama.from_gguf(GGUF_META | {"rope_freqs": factors * np.linspace(1, 2, 32)})
 
 
+GGUF_READERS = [f for f in families.FAMILIES.values() if f.from_gguf is not common.no_gguf]
+
+
+@pytest.mark.parametrize("family", GGUF_READERS, ids=lambda family: family.name)
+def test_scaled_ropes_of_gguf_files_are_read_or_refused(family):
+    """As in llama.cpp, a factor without a type is linear; nothing is dropped silently."""
+    config, _ = next(iter(family.presets.values()))
+    if not any(layer.rope for layer in config.layers):
+        return
+    norm = "attention.layer_norm_epsilon"
+    meta = GGUF_META | {norm: 1e-5, "attention.head_count": 2, "rope.dimension_count": 4}
+    meta["attention.key_length"] = 4
+    meta["block_count"] = 6
+    for key in ("rope.scale_linear", "rope.scaling.factor"):
+        read = family.from_gguf(meta | {key: 4.0})
+        # Gemma 3's local layers are not scaled.
+        scaled = [x for x in read.layers if family.name != "gemma3" or x.window is None]
+        assert scaled and {layer.rope.linear_factor for layer in scaled} == {4.0}
+    none = family.from_gguf(meta | {"rope.scaling.type": "none", "rope.scaling.factor": 4.0})
+    assert {layer.rope.linear_factor for layer in none.layers} == {1.0}
+    yarn = meta | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    refused("'yarn' is not known", family.from_gguf, yarn, error=ConfigError)
+    strange = meta | {"rope_freqs": np.full(2, 2.0)}
+    refused("rope_freqs", family.from_gguf, strange, error=ConfigError)
+
+
+@pytest.mark.parametrize("scaling", [(0, 1, 4, 64), (8, 0, 4, 64), (8, 4, 4, 64)])
+def test_llama3_scaling_that_divides_by_zero_is_refused(scaling):
+    config, _ = families.preset("llama3_8b")
+    rope = dataclasses.replace(config.layers[0].rope, llama3=tuple(map(float, scaling)))
+    layers = [dataclasses.replace(layer, rope=rope) for layer in config.layers]
+    with pytest.raises(ConfigError, match="rope llama3"):
+        dataclasses.replace(config, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("change", [{"qkv_clip": 0.2}, {"positions": "learned"}, {"qk_norm": True}])
+def test_cross_attention_has_no_clip_norm_or_learned_positions(change):
+    """Generation would not follow the forward pass."""
+    with pytest.raises(ConfigError, match="cross-attention works with none of"):
+        dataclasses.replace(families.preset("t5_v1_1_small")[0], **change)
+
+
+@pytest.mark.parametrize(("name", "heads"), [("gemma", 16), ("gemma2", 4), ("gemma3_text", 4)])
+def test_omitted_key_heads_are_those_of_transformers_class(name, heads):
+    values = {"model_type": name, "num_attention_heads": 16, "hidden_size": 32, "vocab_size": 9}
+    values |= {"num_hidden_layers": 2, "intermediate_size": 8}
+    assert families.config_from_hf(values).n_kv_heads == heads
+
+
 @pytest.mark.parametrize(
     ("call", "value", "known"),
     [

@@ -25,7 +25,12 @@ from ffn_heterogeneity.models.families.names import (
     HF_NAMES,
     HF_POST_NORM_NAMES,
 )
-from ffn_heterogeneity.models.families.ropes import rope_keys, shared_rope_from_hf
+from ffn_heterogeneity.models.families.ropes import (
+    rope_from_gguf,
+    rope_keys,
+    shared_rope_from_hf,
+    short_float,
+)
 from ffn_heterogeneity.models.families.rules import Rule, one_to_one
 from ffn_heterogeneity.wording import check_choice
 
@@ -298,8 +303,7 @@ def decoder_from_gguf(
     windows: int | None | Sequence[int | None] = None,
 ) -> ModelConfig:
     """Config of a GGUF file whose layers share a rope, with the fields of `base_from_gguf`."""
-    rope = rope or RopeConfig(short_float(meta.get("rope.freq_base", 10_000.0)))
-    layers = layers_of(gguf_widths(meta), rope, windows)
+    layers = layers_of(gguf_widths(meta), rope or rope_from_gguf(meta), windows)
     config = ModelConfig(family=family, layers=layers, **fields)
     if not (experts := meta.get("expert_count")):
         return config
@@ -322,11 +326,6 @@ def check_counts(values: Mapping[str, Any]) -> None:
     """Check that all values are counts, before anything is built from them."""
     for key, value in values.items():
         check_count(key, value)
-
-
-def short_float(value: float) -> float:
-    """Shortest decimal that rounds to this float32: 9.99999975e-06 in the file means 1e-05."""
-    return float(str(np.float32(value)))
 
 
 def layers_of(

@@ -15,6 +15,7 @@ DEFAULTS = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
     "head_dim": 256,
+    "num_key_value_heads": 16,
     "pad_token_id": 0,
     "eos_token_id": 1,
     "bos_token_id": 2,

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
-from ffn_heterogeneity.models.families import common, gemma
+from ffn_heterogeneity.models.families import common, gemma, ropes
 
 _DEFAULTS = gemma.DEFAULTS | {
+    "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "final_logit_softcapping": 30.0,
@@ -66,8 +67,8 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     fields |= {
         "post_norms": True,
         "query_scale": scalar**-0.5,
-        "attention_softcap": common.short_float(meta.get("attn_logit_softcapping", 50.0)),
-        "final_softcap": common.short_float(meta.get("final_logit_softcapping", 30.0)),
+        "attention_softcap": ropes.short_float(meta.get("attn_logit_softcapping", 50.0)),
+        "final_softcap": ropes.short_float(meta.get("final_logit_softcapping", 30.0)),
     }
     windows = [None if i % 2 else window for i in range(layers)]
     return common.decoder_from_gguf("gemma2", meta, fields, windows=windows)

@@ -8,6 +8,7 @@ from ffn_heterogeneity.models.families import common, gemma, ropes
 
 _GLOBAL_THETA, _LOCAL_THETA, _EVERY = 1_000_000.0, 10_000.0, 6
 _DEFAULTS = gemma.DEFAULTS | {
+    "num_key_value_heads": 4,
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
     "query_pre_attn_scalar": 256,
@@ -86,10 +87,8 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     Files of the small models omit the pattern (6) and the local theta (10,000).
     """
     fields = common.base_from_gguf(meta) | gemma.gemma_fields(meta["embedding_length"])
-    theta = common.short_float(meta.get("rope.freq_base", _GLOBAL_THETA))
-    local = RopeConfig(common.short_float(meta.get("rope.freq_base_swa", _LOCAL_THETA)))
-    factor = common.short_float(meta.get("rope.scaling.factor", 1.0))
-    full = RopeConfig(theta, linear_factor=factor)
+    local = RopeConfig(ropes.short_float(meta.get("rope.freq_base_swa", _LOCAL_THETA)))
+    full = ropes.rope_from_gguf(meta, _GLOBAL_THETA)
     widths = common.gguf_widths(meta)
     every = meta.get("attention.sliding_window_pattern", _EVERY)
     window = meta.get("attention.sliding_window", 512)

@@ -119,8 +119,8 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = gptneox."""
     rotated = meta.get("rope.dimension_count")
     fields = common.base_from_gguf({**meta, "rope.dimension_count": None}, rms=False)
-    theta = common.short_float(meta.get("rope.freq_base", 10_000.0))
-    rope = RopeConfig(theta, fraction=rotated / fields["head_dim"] if rotated else _FRACTION)
+    fraction = rotated / fields["head_dim"] if rotated else _FRACTION
+    rope = ropes.rope_from_gguf(meta, fraction=fraction)
     parallel = bool(meta.get("use_parallel_residual", True))
     more = {"activation": "gelu", "parallel_residual": parallel}
     return _config(common.gguf_widths(meta), rope, fields | _BIASES, **more)

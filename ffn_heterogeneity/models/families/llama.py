@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common
+from ffn_heterogeneity.models.families import common, ropes
 from ffn_heterogeneity.models.families.llama_presets import PRESETS
 
 _DEFAULTS = {
@@ -31,15 +31,11 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_from_gguf(meta: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    rope = RopeConfig(theta=common.short_float(meta.get("rope.freq_base", 10_000.0)))
-    kind = meta.get("rope.scaling.type", "none")
-    if kind == "linear":
-        factor = common.short_float(meta["rope.scaling.factor"])
-        return dataclasses.replace(rope, linear_factor=factor)
-    if kind != "none":
-        raise ConfigError(f"GGUF rope.scaling.type={kind!r} is not known: none, linear")
+    rope = ropes.rope_from_gguf(meta, divisors=True)
     if (factors := meta.get("rope_freqs")) is None:
         return rope
+    if rope.linear_factor != 1.0:
+        raise ConfigError("GGUF tensor rope_freqs.weight and a linear factor: expected one of them")
     # llama.cpp stores Llama 3.1's scaling only as per-frequency divisors; every published model
     # uses low 1, high 4, original length 8192, so the overall factor is enough to check them.
     scaled = dataclasses.replace(rope, llama3=(float(np.round(factors.max(), 4)), 1.0, 4.0, 8192))

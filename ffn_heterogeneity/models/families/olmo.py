@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.families import common
+from ffn_heterogeneity.models.families import common, ropes
 from ffn_heterogeneity.models.families.llama import gguf_transform, gguf_untransform
 
 _DEFAULTS = {
@@ -49,7 +49,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = olmo."""
     fields = common.base_from_gguf(meta, rms=False)
     clip = meta.get("attention.clamp_kqv") or None
-    fields["qkv_clip"] = None if clip is None else common.short_float(clip)
+    fields["qkv_clip"] = None if clip is None else ropes.short_float(clip)
     return common.decoder_from_gguf("olmo", meta, fields | {"norm_kind": _NORM["norm_kind"]})
 
 

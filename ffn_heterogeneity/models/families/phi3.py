@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, rules
+from ffn_heterogeneity.models.families import common, ropes, rules
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-5,
@@ -71,8 +71,8 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = phi3."""
     rotated = meta.get("rope.dimension_count")
     fields = common.base_from_gguf({**meta, "rope.dimension_count": None})
-    theta = common.short_float(meta.get("rope.freq_base", 10_000.0))
-    rope = RopeConfig(theta, fraction=rotated / fields["head_dim"] if rotated else 1.0)
+    fraction = rotated / fields["head_dim"] if rotated else 1.0
+    rope = ropes.rope_from_gguf(meta, fraction=fraction)
     window = meta.get("attention.sliding_window") or None
     return common.decoder_from_gguf("phi3", meta, fields, rope, window)
 

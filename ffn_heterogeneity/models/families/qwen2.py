@@ -95,14 +95,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def model_from_gguf(family: str, meta: Mapping[str, Any], **fields: Any) -> ModelConfig:
-    """Return the config of a GGUF file; llama.cpp's Qwen2 and Qwen3 have no windows.
-
-    Raises:
-      ConfigError: the file scales its rotary embedding (YaRN).
-    """
-    kind = meta.get("rope.scaling.type", "none")
-    if kind != "none":
-        raise ConfigError(f"GGUF rope.scaling.type={kind!r} of a {family} file is not known: none")
+    """Return the config of a GGUF file; llama.cpp's Qwen2 and Qwen3 have no windows."""
     return common.decoder_from_gguf(family, meta, common.base_from_gguf(meta) | fields)
 
 

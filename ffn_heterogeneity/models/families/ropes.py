@@ -1,7 +1,9 @@
-"""Rotary embeddings of a config.json, as transformers 4 and 5 write them."""
+"""Rotary embeddings: of a config.json, as transformers 4 and 5 write them; of GGUF metadata."""
 
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from ffn_heterogeneity.models.config import ConfigError, RopeConfig
 
@@ -79,6 +81,36 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     if rope.linear_factor != 1.0:
         return {"rope_type": "linear", "rope_theta": rope.theta, "factor": rope.linear_factor}
     return {"rope_type": "default", "rope_theta": rope.theta}
+
+
+def rope_from_gguf(
+    meta: Mapping[str, Any], theta: float = 10_000.0, fraction: float = 1.0, divisors: bool = False
+) -> RopeConfig:
+    """Read the rope of GGUF metadata; as in llama.cpp, a factor without a type is linear.
+
+    Args:
+      theta: the default of `rope.freq_base`.
+      divisors: whether the caller reads the tensor `rope_freqs`, divisors of the frequencies.
+
+    Raises:
+      ConfigError: another scaling than linear, or a tensor `rope_freqs` that nothing reads.
+    """
+    kind = meta.get("rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise ConfigError(f"GGUF rope.scaling.type={kind!r} is not known: none, linear")
+    if "rope_freqs" in meta and not divisors:
+        raise ConfigError("GGUF tensor rope_freqs.weight is not supported for this architecture")
+    factor = meta.get("rope.scaling.factor") or meta.get("rope.scale_linear") or 1.0
+    return RopeConfig(
+        short_float(meta.get("rope.freq_base", theta)),
+        linear_factor=1.0 if kind == "none" else short_float(factor),
+        fraction=fraction,
+    )
+
+
+def short_float(value: float) -> float:
+    """Shortest decimal that rounds to this float32: 9.99999975e-06 in the file means 1e-05."""
+    return float(str(np.float32(value)))
 
 
 def classic_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
