@@ -23,6 +23,7 @@ from ml_collections.config_dict import placeholder
 
 from configs import prune_recover
 from ffn_heterogeneity.launch.sweep import chain, point, product
+from ffn_heterogeneity.surgery.merge_experts import Merging
 
 
 def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,tokens") -> ConfigDict:
@@ -34,7 +35,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,tokens") -> ConfigDic
     config.remove.update({"top_k": placeholder(int), "constant": False, "seed": 0} | text)
     config.merge = {"kind": "surgery", "base": "experts:merge_experts", "method": "m_smoe"}
     config.merge.update({"ratio": 0.5} | text)
-    config.merge.share = 0.375  # of ResMoE: share of the residuals that is stored
+    config.merge.share = Merging.share  # of ResMoE: share of the residuals that is stored
     config.fuse = {"kind": "surgery", "base": "fuse", "method": "fusion", "ratio": 0.5, "seed": 0}
     config.prune = {"kind": "surgery", "base": "prune", "criterion": "entropy", "ratio": 0.5}
     config.recover.update({"freeze": (".*/router/.*",), "steps": 100, "batch_size": 4})

@@ -11,7 +11,7 @@ Command:   python scripts/train.py --config=configs/five.py:<model>,<task> \
            p32        P-32: a learnt sum over the layers is classified; else the last layer
            nucl       NUCL on the outgoing weights as they act, adapters and lengths in them
            jreg       JREG: no jump of the last layer's hidden state
-           layerwise  MLP Fusion: the fused layers' states towards the dense model's
+           layerwise  MLP Fusion: the fused layers' states towards those with dense blocks
            load_balance  equal use of the experts (Switch's loss), for a model with experts
            Tasks as in configs/p32_glue.py.
            In a model with experts fuse merges neurons inside each of them, and macdrop drops

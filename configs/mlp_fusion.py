@@ -102,6 +102,8 @@ def training(config: ConfigDict, task: str) -> dict:
             "warmup_steps": 0.06,  # of all steps
             "weight_decay": 0.1,
             "b2": 0.98,
+            "eps": 1e-6,  # as the clipping, of the authors' code
+            "clip_norm": 1.0,
         },
         "tensorboard": True,
     }
@@ -114,6 +116,8 @@ def tuning(config: ConfigDict, task: str) -> dict:
     loss = "regression" if task in p32_glue.REGRESSIONS else "classification"
     off = {"weight": placeholder(float)}  # None: it is not built
     group["optimizer"] |= {"schedule": "constant", "warmup_steps": 0.0, "weight_decay": 0.0}
+    # As in the authors' code: Adam with PyTorch's defaults.
+    group["optimizer"] |= {"b2": 0.999, "eps": 1e-8, "clip_norm": placeholder(float)}
     return group | {
         "base": f"{group['base']},teacher,layerwise",
         "teacher": {"model": config.model},

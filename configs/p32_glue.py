@@ -77,6 +77,7 @@ def get_config(argument: str = "sentence-transformers/all-MiniLM-L6-v2,mrpc") ->
     optimizer.learning_rate = 1e-4 if task in OWN else 2e-5
     optimizer.schedule = "linear"
     optimizer.clip_norm = 1.0
+    optimizer.eps = 1e-8  # added to the root of the second moment
     del optimizer.warmup_steps
     optimizer.warmup_steps = 0.06  # below 1: a share of all steps
     names = adapters.add(config, ("truncate", *more))

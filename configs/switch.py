@@ -20,6 +20,7 @@ A stage is a group, as in configs/prune_recover.py.
 """
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from configs import mlp_fusion
 from configs.parts.adapters import LORA as LORA_KEYS
@@ -30,6 +31,7 @@ from ffn_heterogeneity.surgery.merge_experts import Merging
 MERGED, LORA = ("m_smoe", "resmoe"), "lora"
 CHOICES = tuple(x for x in mlp_fusion.CHOICES if x != mlp_fusion.LTH) + (*MERGED, LORA)
 ROUTERS = "/ffn/router/"
+RATE = 3e-4
 
 
 def get_config(argument: str = "switch_base_16,sst2,fusion") -> ConfigDict:
@@ -55,7 +57,9 @@ def get_config(argument: str = "switch_base_16,sst2,fusion") -> ConfigDict:
     elif method not in (mlp_fusion.WHOLE, LORA):
         mlp_fusion.stage(config, "compress", mlp_fusion.compression(config, method))
     if tuned:
-        mlp_fusion.stage(config, "tune", _both(config, mlp_fusion.tuning(config, task)))
+        group = _both(config, mlp_fusion.tuning(config, task))
+        group["optimizer"] |= {"learning_rate": RATE}
+        mlp_fusion.stage(config, "tune", group)
     mlp_fusion.stage(config, "finetune", _finetuning(config, task, method))
     return config
 
@@ -75,8 +79,9 @@ def _both(config: ConfigDict, group: dict) -> dict:
 
 def _finetuning(config: ConfigDict, task: str, method: str) -> dict:
     group = _both(config, mlp_fusion.training(config, task))
-    optimizer = {"learning_rate": 3e-4, "warmup_steps": 8.0, "weight_decay": 0.01}
-    group["optimizer"] |= optimizer
+    optimizer = {"learning_rate": RATE, "warmup_steps": 8.0, "weight_decay": 0.01}
+    # The authors' code does not clip.
+    group["optimizer"] |= optimizer | {"eps": 1e-8, "clip_norm": placeholder(float)}
     group["export"] = {"weights": "last"}
     if method != LORA:
         return group

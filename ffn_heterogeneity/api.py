@@ -18,6 +18,7 @@ from ffn_heterogeneity.evaluate import perplexity as measured
 from ffn_heterogeneity.evaluate.classify import classify as classify
 from ffn_heterogeneity.evaluate.hidden import hidden_states as hidden_states
 from ffn_heterogeneity.evaluate.inputs import one_text, prompt_rows, tokenizer_of
+from ffn_heterogeneity.io.files import copy_tree
 from ffn_heterogeneity.io.gguf.export import save_gguf
 from ffn_heterogeneity.io.hf.card import push_directory
 from ffn_heterogeneity.io.hf.export import save_pretrained
@@ -174,8 +175,7 @@ def fuse(model: Model, method: str = "fusion", ratio: float = 0.25, **settings: 
     """Cluster the FFN neurons to fewer ones; return (the new model, a report).
 
     Args:
-      method, ratio, settings: those of `surgery.fuse.Fusion`, as in configs/fuse.py: layers, n_init
-        ...
+      method, ratio, settings: those of `surgery.fuse.Fusion` (configs/fuse.py): layers, n_init ...
 
     Raises:
       ValueError: as the surgery.
@@ -328,23 +328,25 @@ def analyze(
     Raises:
       ValueError: no such analysis or key, or an invalid setting.
     """
-    # Imported here: loading and generating do not need the command line.
-    from ffn_heterogeneity.evaluate import run as evaluation
+    from ffn_heterogeneity.evaluate import run as evaluation  # not needed to load or generate
     from ffn_heterogeneity.launch import cli
 
     analysis = analysis or ("displacement" if "text" in settings else "connectivity")
     config, model = cli.load_config(f"analyze:{analysis}"), one_model(model)
     named = {name.replace("__", "."): value for name, value in settings.items()}
     with tempfile.TemporaryDirectory() as folder:
-        where = epath.Path(workdir or folder).expanduser()
+        where = epath.Path(folder) / "out"  # without an earlier call's files, to continue from
         if " " in (text := str(named.get("text", ""))) and not os.path.isfile(text):
             named["text"] = os.path.join(folder, "text.txt")
             epath.Path(named["text"]).write_text(text)
         cli.set_keys(config, {"model": model.source, **named}, "analyze", analysis)
-        where.mkdir(parents=True, exist_ok=True)
+        where.mkdir()
         dtype = config.get("compute_dtype", "float32")
         with contextlib.redirect_stdout(sys.stderr), products(dtype):  # results are returned
-            return evaluation.run(config, where, lambda *_, **__: model)
+            made = evaluation.run(config, where, lambda *_, **__: model)
+        if workdir:
+            copy_tree(where, epath.Path(workdir).expanduser())
+        return made
 
 
 def _operate(name: str, model: Model, settings: Mapping[str, Any], key: Any = None) -> Made:

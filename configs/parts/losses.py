@@ -77,4 +77,5 @@ def entropy(config: ConfigDict) -> dict[str, Any]:
         "term": "nucl",  # which term it is, where the group's name does not say it
         "variant": "ent",  # ent | gini | mstd
         "targets": targets,  # those of losses.nucl
+        "axis": nucl.get_ref("axis") if nucl else "neurons",  # that of losses.nucl
     }

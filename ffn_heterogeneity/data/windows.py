@@ -22,6 +22,7 @@ def text_windows(
     max_windows: int | None = None,
     bos: str = "segment",
     every: int = 1,
+    bos_id: int | None = None,
 ) -> np.ndarray:
     """Cut a text into windows of `window` PREDICTIONS each.
 
@@ -49,6 +50,7 @@ def text_windows(
       max_windows: return at most the first `max_windows` of these windows; None (or 0) for all.
       bos: one of the above.
       every: distance between returned windows, in windows.
+      bos_id: the bos of a tokenizer that has none (Qwen's, whose config.json names one).
 
     Returns:
       int32 [n, window + 1].
@@ -61,12 +63,13 @@ def text_windows(
     check_number("window_every", every, "[1, inf)", DataError)
     check_number("max_windows", max_windows or 0, "[0, inf), or None for all", DataError)
     check_choice("bos", bos, WINDOW_BOS, DataError)
-    if bos != "none" and tokenizer.bos_token_id is None:
+    first = bos_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if bos != "none" and first is None:
         raise DataError(f'bos is {bos!r}, but this tokenizer has no bos token; use "none"')
     if not text:
         raise DataError("the text is empty: there is nothing to predict")
     ids = np.asarray(encode(tokenizer, text), np.int32)
-    stream = ids if bos == "none" else np.concatenate([[tokenizer.bos_token_id], ids])
+    stream = ids if bos == "none" or first is None else np.concatenate([[first], ids])
     count = (len(stream) - 1) // window
     if count < 1:
         needed = window + 1 if bos == "none" else window
@@ -77,7 +80,7 @@ def text_windows(
     starts = np.arange(0, count, every)[: max_windows or None] * window
     rows = stream[starts[:, None] + np.arange(window + 1)].astype(np.int32)
     if bos == "segment":
-        rows[:, 0] = tokenizer.bos_token_id
+        rows[:, 0] = stream[0]
     return rows
 
 

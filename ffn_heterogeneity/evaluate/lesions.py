@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.evaluate.inputs import TextSettings
+from ffn_heterogeneity.evaluate.inputs import OVERFLOW, TextSettings, checked_rows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
@@ -121,7 +121,8 @@ def _damages(
     logged = read_metrics(workdir / "metrics.jsonl")
     done = {(row["layer"], row["neuron"]): float(row["nll"]) for row in logged}
     tree, states, at = unstack(model.params), None, None
-    rows, options, size = settings.rows(model), settings.options, settings.batch_size
+    options, size = settings.options, settings.batch_size
+    rows = checked_rows(np.asarray(settings.rows(model)), model.config.vocab_size)
     starts = range(0, len(rows), size)
     places = np.arange(rows[:, 1:].size, dtype=np.int32).reshape(rows[:, 1:].shape)
     with MetricsWriter(workdir, resume_step=len(chosen), tensorboard=False) as writer:
@@ -138,6 +139,8 @@ def _damages(
             batches = ((places[i : i + size], rows[i : i + size, 1:]) for i in starts)
             total = sum(float(_nll(config, options, params, *one, neuron)) for one in batches)
             nll = total / places.size
+            if neuron < 0 and not np.isfinite(nll):
+                raise ValueError(OVERFLOW)
             done[layer, neuron] = nll
             writer.write(step, {"layer": layer, "neuron": neuron, "nll": nll})
     return done

@@ -51,12 +51,13 @@ def layerwise_term(
       ValueError: no such states; when traced: no teacher.
     """
     check_choice("states", states, (*STATES, GRADIENT))
-    probe = Probe("layerwise", functools.partial(_apart, states, sum_hidden))
+    name = f"layerwise/{context.name}"  # two of them may run side by side
+    probe = Probe(name, functools.partial(_apart, states, sum_hidden))
     look = STATES.get(states, STATES["ffn"])
     shown = Probe("taught", functools.partial(_shown, look), kind="example")
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
-        seen = outputs["probes"]["layerwise"]
+        seen = outputs["probes"][name]
         # The mean over layers of their means: two stacks have different numbers of tokens.
         # Micro-batches count by the mean of both [ours].
         count = jnp.mean(seen["count"])
@@ -78,7 +79,7 @@ def layerwise_term(
             if states == GRADIENT:
                 raise ValueError(f"states={GRADIENT!r} supports no {config.family}: use block")
             taught = {stack: states_lbtd for stack, (states_lbtd, _) in seen.items()}
-            return {"layerwise": jax.lax.stop_gradient(taught)}
+            return {name: jax.lax.stop_gradient(taught)}
         taught, real = seen
         if states == GRADIENT:
             wanted = jax.lax.stop_gradient(gradients(teacher, teaching))
@@ -86,8 +87,8 @@ def layerwise_term(
             squares = jnp.sum(squares, (1, 2, 3), keepdims=True)
             scale = jnp.sqrt(squares / jnp.maximum(jnp.sum(real[0]), 1))
             apart = gradients(params, forward) - wanted
-            return {"layerwise": apart / jnp.where(scale > 0, scale, 1)}
-        return {"layerwise": jax.lax.stop_gradient(taught)}
+            return {name: apart / jnp.where(scale > 0, scale, 1)}
+        return {name: jax.lax.stop_gradient(taught)}
 
     return LossTerm(context.name, function, context.weight, probes=(probe,), per_layer=per_layer)
 
@@ -121,6 +122,9 @@ def _apart(states: str, sum_hidden: bool, seen: Any, batch: dict, taught_btd: ja
 
 def teacher_of(config: ModelConfig | None, params: dict) -> tuple[ModelConfig, dict]:
     """Return the teacher's (config, tree): the student's with the blocks under `teacher/`.
+
+    So it is the uncompressed model only while nothing else changes: adapters and MacDrop outside
+    the fused blocks act in it, too, as they are at that step [ours].
 
     Raises:
       ValueError: no such blocks.

@@ -9,7 +9,8 @@ top of the fitted one before it.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,16 +58,11 @@ def compensated(
       ValueError: too few rows or tokens; non-finite states; "bias" if the format has none; weights
         that no longer fit in their dtype; a changed layer has experts.
     """
-    causal_lm.require_one_stack(model.config, f"compensation {method!r}")
     dense = unstack(model.params)["layers"]
     pairs = zip(dense, unstack(smaller.params)["layers"], strict=True)
     changed = [not _equal(old["ffn"], new["ffn"]) for old, new in pairs]
-    for i, layer in enumerate(model.config.layers):
-        if changed[i] and layer.experts is not None:
-            raise ValueError(
-                f"compensation={method!r} supports dense layers, and layer {i} has experts: "
-                "use one that reads no states (ridge)"
-            )
+    widths = smaller.config.ffn_widths
+    check_fits(model.config, method, {i: widths[i] for i, one in enumerate(changed) if one})
     if method == "bias":
         smaller = _with_biases(smaller)
     batches = batches_of(rows)
@@ -81,6 +77,8 @@ def compensated(
         behind = streams
         if changed[i]:
             behind, moments = _observed(configs, old, layers[i]["ffn"], streams, batches, i)
+            tokens = int(moments[0].tokens + moments[1].tokens)
+            check_fits(model.config, method, {i: widths[i]}, tokens)
             layers[i], report = _fitted(layers[i], moments, method, i)
             reports.append(report)
         elif not sequential:
@@ -88,6 +86,32 @@ def compensated(
         streams = _moved(configs[1], layers[i], streams, batches) if sequential else behind
     params = restack(smaller.config, {**small, "layers": layers})
     return dataclasses.replace(smaller, params=params), reports
+
+
+def check_fits(
+    config: ModelConfig, method: str, kept: Mapping[int, int], tokens: float = math.inf
+) -> None:
+    """Check before a text is read or generated what `compensated` needs.
+
+    Args:
+      kept: {changed layer: number of its remaining neurons}.
+      tokens: of the text.
+
+    Raises:
+      ValueError: a changed layer has experts, or more neurons remain in one than there are tokens.
+    """
+    causal_lm.require_one_stack(config, f"compensation {method!r}")
+    for i, width in kept.items():
+        if config.layers[i].experts is not None:
+            raise ValueError(
+                f"compensation={method!r} supports dense layers, and layer {i} has experts: "
+                "use one that reads no states (ridge)"
+            )
+        if method != "bias" and tokens < width:  # a bias is a mean
+            raise ValueError(
+                f"layer {i}: {tokens:,} calibration tokens are too few to fit {width:,} kept "
+                f"neurons: give calibration_tokens of at least {width:,}, better four times as many"
+            )
 
 
 def has_ffn_bias(config: ModelConfig) -> bool:
@@ -230,12 +254,6 @@ def _fitted(leaves: dict, moments: list[Moments], method: str, layer: int) -> tu
     """(the smaller layer with the correction that `method` computes, its report)."""
     ffn, tokens = leaves["ffn"], int(moments[0].tokens + moments[1].tokens)
     kernel = np.asarray(effective_kernel(ffn["down"]))
-    width = len(kernel)
-    if method != "bias" and tokens < width:  # a bias is a mean
-        raise ValueError(
-            f"layer {layer}: {tokens:,} calibration tokens are too few to fit {width:,} kept "
-            f"neurons: give calibration_tokens of at least {width:,}, better four times as many"
-        )
     fit = METHODS[method](moments[0], moments[1], kernel.astype(np.float64))
     down = {"kernel": (kernel + fit.kernel).astype(kernel.dtype)}
     if "bias" in ffn["down"]:

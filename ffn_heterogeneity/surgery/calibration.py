@@ -1,6 +1,7 @@
 """Calibration text as rows of token ids, for methods that use a model's states."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def check_text(who: str, calibration: str, tokens: int | None) -> None:
         raise ValueError(f"calibration_tokens={tokens}: at least {WINDOW}")
 
 
+def expected_tokens(calibration: str, tokens: int | None) -> float:
+    """Number of tokens that `calibration_rows` will return; infinity if only the file says it."""
+    if tokens is None and calibration.endswith(KEPT):
+        return math.inf
+    return tokens or (OWN_TOKENS if calibration == OWN else TOKENS)
+
+
 def calibration_rows(
     model: Model, calibration: str, tokens: int | None = None, seed: int = 0
 ) -> Sequence[np.ndarray]:
@@ -78,7 +86,16 @@ def calibration_rows(
         return _encoder_rows(model, calibration, tokens or TOKENS)
     if rest:
         raise ValueError(f"calibration_tokens={tokens}: expected a multiple of {WINDOW}")
-    rows = text_windows(read_utf8(calibration), model.tokenizer, WINDOW, max_windows=windows)
+    # OLMo has no bos at all.
+    begins = {model.tokenizer.bos_token_id, model.config.bos_id} != {None}
+    rows = text_windows(
+        read_utf8(calibration),
+        model.tokenizer,
+        WINDOW,
+        max_windows=windows,
+        bos="segment" if begins else "none",
+        bos_id=model.config.bos_id,
+    )
     if len(rows) < windows:
         needed = f"{windows} are needed for {windows * WINDOW:,} tokens"
         raise ValueError(f"{calibration}: {len(rows)} windows of {WINDOW} tokens, {needed}")

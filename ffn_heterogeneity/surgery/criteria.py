@@ -185,8 +185,9 @@ def _of_states(ffn: dict, activations: Seen, function: Callable[[Any], np.ndarra
 
 
 def random(ffn: dict, rng: np.random.Generator) -> np.ndarray:
-    """A seeded permutation; reads no weight."""
-    return rng.permutation(ffn["down"]["kernel"].shape[0]).astype(np.float64)
+    """A seeded permutation of 0, 1/m, ... (m - 1)/m, so that layers compare; reads no weight."""
+    width = ffn["down"]["kernel"].shape[0]
+    return rng.permutation(width) / width
 
 
 Criterion = Callable[..., np.ndarray]

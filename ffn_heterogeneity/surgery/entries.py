@@ -5,7 +5,7 @@ A method is (blocks, kept share of their weights, model, seed) -> new blocks und
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ffn_heterogeneity.adapters import low_rank
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.surgery.ntk_sap import ntk_sap
+from ffn_heterogeneity.surgery.selection import highest_share
 
 Blocks = Mapping[Place, dict]
 
@@ -40,7 +41,7 @@ def svd(blocks: Blocks, share: float, model: Model, seed: int) -> dict[Place, di
 def unstructured(blocks: Blocks, share: float, model: Model, seed: int) -> dict[Place, dict]:
     """Put a fixed mask on every kernel that keeps the largest weights of all blocks together.
 
-    Weights tied at the threshold are all kept; weights that were already masked stay masked.
+    Weights that were already masked stay masked.
     """
     named = [(place, name) for place, ffn in blocks.items() for name in ffn]
     every = (blocks[place][name] for place, name in named)
@@ -51,14 +52,6 @@ def unstructured(blocks: Blocks, share: float, model: Model, seed: int) -> dict[
         mask = stays & (leaves.get("mask", 1) != 0)
         new[place][name] = leaves | {"mask": mask.astype(leaves["kernel"].dtype)}
     return new
-
-
-def highest_share(values: Sequence[np.ndarray], share: float) -> list[np.ndarray]:
-    """True for the highest values of all arrays together, ties at the threshold included."""
-    every = np.concatenate([array.ravel() for array in values])
-    gone = math.floor((1 - share) * every.size + 1e-9)
-    border = np.partition(every, gone)[gone] if gone else -np.inf
-    return [array >= border for array in values]
 
 
 MASKS = {"unstructured": unstructured, "ntk_sap": ntk_sap}

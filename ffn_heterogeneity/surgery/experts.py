@@ -8,6 +8,7 @@ import numpy as np
 
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.context import with_both_sides
 from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.leaves import Place, declared_at
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
@@ -20,7 +21,7 @@ from ffn_heterogeneity.surgery.expert_scores import ON_TEXT, RULES, bos_experts,
 from ffn_heterogeneity.surgery.seen import BATCH, unvisited
 from ffn_heterogeneity.surgery.selection import layer_subset, removal_count
 from ffn_heterogeneity.tree import LeafError, flatten, unflatten
-from ffn_heterogeneity.wording import check_choice, settings_of
+from ffn_heterogeneity.wording import check_choice, check_number, settings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,8 @@ class ExpertRemoval:
     def __post_init__(self):
         check_choice("rule", self.rule, RULES)
         check_choice("protect", self.protect, ("", "massive"))
+        if self.top_k is not None:
+            check_number("top_k", self.top_k, "[1, inf)")
         if self.count is not None:
             object.__setattr__(self, "ratio", None)
         else:
@@ -89,6 +92,7 @@ def remove_experts(
     asked, config = settings_of(ExpertRemoval, settings), model.config
     rows = None
     if asked.needs_text:
+        ExpertCut(asked, config)  # its errors before a text is read or generated
         rows = calibration_rows(model, asked.calibration, asked.calibration_tokens, asked.seed)
     sums = expert_sums(config, model.params, rows) if rows is not None else {}
     change, tree = ExpertCut(asked, config, sums), unstack(model.params)
@@ -168,6 +172,11 @@ class ExpertCut:
         order = np.argsort(-scores, kind="stable")
         order = order[order >= self.before.layers[i].shared]
         self.ranking[i], gone = order, np.sort(order[: self._count(i)])
+        if lost := sorted({*gone.tolist()} & {*self.spared.get(i, ())}):
+            raise ValueError(
+                f"layer {i}: {len(gone)} experts are to go, and expert {lost[0]} is one of "
+                f"{len(self.spared[i])} that protect='massive' keeps: remove fewer"
+            )
         self.removed[i], means = gone, None
         if self.asked.constant:
             total = self.sums[i]
@@ -226,10 +235,16 @@ class ExpertCut:
 def expert_sums(
     config: ModelConfig, params: dict, rows: Sequence[np.ndarray]
 ) -> dict[int, dict[str, np.ndarray]]:
-    """{layer with experts: sums of `expert_probe` over rows of token ids, [E, ...], float64}."""
+    """{layer with experts: sums of `expert_probe` over rows of token ids, [E, ...], float64}.
+
+    Both stacks of an encoder-decoder read the rows.
+    """
     width, experts = max(config.ffn_widths), max(layer.experts or 0 for layer in config.layers)
     probe = expert_probe(experts, width)
-    seen, sums = observe(config, params, token_batches(rows, BATCH), probe)[probe.name], {}
+    batches = token_batches(rows, BATCH)
+    if config.kind == "encoder_decoder":
+        batches = (with_both_sides(config, batch) for batch in batches)
+    seen, sums = observe(config, params, batches, probe)[probe.name], {}
     for i, layer in enumerate(config.layers):
         if layer.experts is not None:
             sums[i] = {name: total[i][: layer.experts] for name, total in seen.items()}

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack
@@ -34,8 +35,13 @@ from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery import neurons, states
 from ffn_heterogeneity.surgery.attack import massive_weights
-from ffn_heterogeneity.surgery.blockwise import compensated
-from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_calibration
+from ffn_heterogeneity.surgery.blockwise import check_fits, compensated
+from ffn_heterogeneity.surgery.calibration import (
+    OWN,
+    calibration_rows,
+    check_calibration,
+    expected_tokens,
+)
 from ffn_heterogeneity.surgery.entries import ENTRIES, MASKS, masked_out, weights
 from ffn_heterogeneity.surgery.kmeans import cluster
 from ffn_heterogeneity.surgery.mmd import support_points
@@ -126,9 +132,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     """
     asked, config = settings_of(Fusion, settings), model.config
     massive, spared = _massive(model, asked)
-    chosen = set(layer_subset(asked.layers, config.n_layers, config.groups))
-    if asked.skip:
-        chosen.discard(massive.layer)
+    chosen = _chosen(config, asked, massive.layer)
     if is_abstract(model.params):
         return _of_shapes(model, asked, chosen)
     widths, new, facts = list(config.ffn_widths), {}, {}
@@ -201,9 +205,29 @@ def _massive(model: Model, asked: Fusion) -> tuple[Place, np.ndarray]:
     none = np.zeros(0, int)
     if not (asked.spare or asked.skip) or is_abstract(model.params):
         return Place(0 if asked.skip else -1, None, "ffn"), none
-    massive = massive_weights(model.config, model.params, None, None)
+    with naming(f"skip={asked.skip!r}, spare={asked.spare} (the massive layer)"):
+        massive = massive_weights(model.config, model.params, None, None)
     place = Place(massive.layer, massive.expert, "ffn")
     return place, np.asarray(massive.indices[: asked.spare])
+
+
+def _chosen(config: ModelConfig, asked: Fusion, massive: int) -> set[int]:
+    """The layers that change.
+
+    Raises:
+      ValueError: there is none, or their compensation will fail.
+    """
+    chosen = set(layer_subset(asked.layers, config.n_layers, config.groups))
+    if asked.skip and not chosen - {massive}:
+        way = f"skip={asked.skip!r} leaves it out"
+        raise ValueError(f"layers={asked.layers!r} names the massive layer alone, and {way}")
+    chosen -= {massive} if asked.skip else set()
+    if asked.compensation != "none":
+        widths = {i: config.ffn_widths[i] for i in chosen}
+        kept = {i: m - removal_count(m, ratio=asked.ratio) for i, m in widths.items()}
+        tokens = expected_tokens(asked.calibration, asked.calibration_tokens)
+        check_fits(config, asked.compensation, kept, tokens)
+    return chosen
 
 
 def assumed_layer(settings: Mapping[str, Any]) -> str:

@@ -46,10 +46,9 @@ from ffn_heterogeneity.models.walk import blocks_of, joined
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery import alignment
 from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_text
-from ffn_heterogeneity.surgery.entries import highest_share
 from ffn_heterogeneity.surgery.expert_groups import m_smoe_groups, ream_groups
 from ffn_heterogeneity.surgery.expert_text import ExpertText, Seen, routers_on
-from ffn_heterogeneity.surgery.selection import layer_subset, removal_count
+from ffn_heterogeneity.surgery.selection import highest_share, layer_subset, removal_count
 from ffn_heterogeneity.tree import flatten
 from ffn_heterogeneity.wording import check_choice, check_number, settings_of
 
@@ -98,6 +97,11 @@ class Merging:
         removal_count(1, ratio=self.ratio)
         if self.weighting == "score" and self.method != "ream":
             raise ValueError(f"weighting='score' works only with method='ream', not {self.method}")
+        of = {"columns": self.method != "resmoe", "group": self.method == "ream"}
+        of |= dict.fromkeys(("share", "residual"), self.method == "resmoe")
+        for name, used in of.items():
+            if not used and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(f"{name}={getattr(self, name)!r} has no effect on {self.method}")
         if self.method != "resmoe":
             check_text(f"method {self.method!r}", self.calibration, self.calibration_tokens)
         elif self.ratio != RATIO:

@@ -51,11 +51,14 @@ def routed_sums(
 @functools.cache
 def _sums_of(experts: int) -> Probe:
     def function(seen, batch, per_layer):
+        inputs = seen.ffn_input[:, 1:].astype(jnp.float32)
+        sums = jnp.zeros((*inputs.shape[:2], experts), jnp.float32)
+        if seen.ffn_state is None:  # a layer with experts, which the caller did not choose
+            return {"inputs": inputs, "sums": sums}
         state = jnp.abs(seen.require_state()[:, 1:].astype(jnp.float32))
-        sums = jnp.zeros((*state.shape[:2], experts), jnp.float32)
         if state.shape[-1] % experts == 0:
             sums = state.reshape(*state.shape[:2], experts, -1).sum(-1)
-        return {"inputs": seen.ffn_input[:, 1:].astype(jnp.float32), "sums": sums}
+        return {"inputs": inputs, "sums": sums}
 
     return Probe("routed_sums", function, kind="example")
 

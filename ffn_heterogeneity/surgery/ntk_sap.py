@@ -28,6 +28,7 @@ from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.progress import bar
+from ffn_heterogeneity.surgery.selection import highest_share
 from ffn_heterogeneity.tree import nodes, replaced
 
 ROUNDS, EPSILON = 20, 0.01
@@ -104,13 +105,6 @@ def _masked(blocks: Mapping[Place, dict], masks: Mapping[tuple[Place, str], np.n
 
 
 def _highest(scores, masks, share: float) -> list[np.ndarray]:
-    """Masks of the highest scores among the weights that are left; ties in order of their place.
-
-    (`entries.highest_share` keeps all ties, and the weights of an unreached expert all have 0.)
-    """
-    every = np.concatenate([np.where(m, s, -1).ravel() for s, m in zip(scores, masks, strict=True)])
-    count = every.size - int((1 - share) * every.size + 1e-9)
-    stays = np.zeros(every.size, np.float32)
-    stays[np.argsort(-every, kind="stable")[:count]] = 1
-    ends = np.cumsum([array.size for array in scores])[:-1]
-    return [x.reshape(s.shape) for x, s in zip(np.split(stays, ends), scores, strict=True)]
+    """Masks of the highest scores among the weights that are left."""
+    left = [np.where(mask, score, -1) for score, mask in zip(scores, masks, strict=True)]
+    return [stays.astype(np.float32) for stays in highest_share(left, share)]

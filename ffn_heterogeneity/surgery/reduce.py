@@ -14,14 +14,20 @@ from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.surgery import states
-from ffn_heterogeneity.surgery.blockwise import compensated
-from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_calibration
+from ffn_heterogeneity.surgery.blockwise import check_fits, compensated
+from ffn_heterogeneity.surgery.calibration import (
+    OWN,
+    calibration_rows,
+    check_calibration,
+    expected_tokens,
+)
 from ffn_heterogeneity.surgery.compensation import OF_WEIGHTS, outgoing_of_survivors
 from ffn_heterogeneity.surgery.criteria import ON_TEXT, PUBLISHED
 from ffn_heterogeneity.surgery.published import published_cuts
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.removal_plan import Cut, RemovalPlan
 from ffn_heterogeneity.surgery.seen import of_place, seen_states
+from ffn_heterogeneity.surgery.selection import layer_subset
 from ffn_heterogeneity.wording import naming, settings_of
 
 
@@ -65,6 +71,15 @@ def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tup
       ValueError: an argument is out of its range, or a layer cannot be reduced.
     """
     plan, seen, rows = settings_of(Removal, settings), None, None
+    if plan.compensation in states.METHODS:
+        chosen = layer_subset(plan.layers, model.config.n_layers, model.config.groups)
+        widths = {i: model.config.ffn_widths[i] for i in chosen}
+        if plan.budget == "layer":
+            kept = {i: width - plan.count_of(width) for i, width in widths.items()}
+        else:
+            kept = dict.fromkeys(widths, 0)  # the scores say it
+        tokens = expected_tokens(plan.calibration, plan.calibration_tokens)
+        check_fits(model.config, plan.compensation, kept, tokens)
     if plan.looks == "text":
         asked = (plan.calibration, plan.calibration_tokens, plan.seed)
         rows = calibration_rows(model, *asked)

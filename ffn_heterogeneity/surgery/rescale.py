@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.stack import layer_names
 from ffn_heterogeneity.parallel.partition import by_layer, match_rules
 from ffn_heterogeneity.tree import flatten, unflatten
@@ -39,7 +40,7 @@ def rescale(model: Model, settings: Mapping[str, Any] | Rescaling, data=None, ke
 
     Raises:
       ValueError: a factor that is no finite number, a rule that matches no leaf, or no regular
-        expression; a norm that adds to its scale (Gemma).
+        expression; a norm that adds to its scale (Gemma); codes, indices or masks.
     """
     asked = settings_of(Rescaling, settings)
     leaves, offset = flatten(model.params), model.config.norm_offset
@@ -49,6 +50,12 @@ def rescale(model: Model, settings: Mapping[str, Any] | Rescaling, data=None, ke
         raise ValueError(
             f"rescale.factors: {norms[0]}: norms of {model.config.family} multiply by {offset:g} + "
             "scale, so a factor of the scale is none of the norm"
+        )
+    known = declared(model.config, model.params)
+    if data := [path for path in leaves if factors[path] != 1 and not known[path].trains]:
+        raise ValueError(
+            f"rescale.factors: {data[0]} has no weights (codes, indices, a mask or a constant): "
+            "fold the model first, or name its kernels"
         )
     changed = {
         path: leaf * by_layer(factors[path], leaf)

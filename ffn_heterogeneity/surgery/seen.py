@@ -144,6 +144,8 @@ def _active_of(width: int) -> Probe:
 
     def function(seen, batch, per_layer):
         real = (batch["segment_ids"][:, 1:] > 0).astype(jnp.float32)
+        if seen.ffn_state is None:  # a layer with experts, which the caller did not choose
+            return {"active": jnp.zeros(width), "tokens": jnp.sum(real)}
         state = jnp.abs(seen.require_state()[:, 1:].astype(jnp.float32))
         _, index = jax.lax.top_k(state, min(ACTIVE, state.shape[-1]))
         marks = jnp.broadcast_to(real[..., None], index.shape)

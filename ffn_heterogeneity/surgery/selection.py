@@ -151,3 +151,20 @@ def select_global(
     index = np.concatenate(orders)
     chosen = np.argsort(-flat, kind="stable")[:budget]
     return {layer: np.sort(index[chosen[owner[chosen] == layer]]) for layer in layers}
+
+
+def highest_share(values: Sequence[np.ndarray], share: float) -> list[np.ndarray]:
+    """True for the highest values of all arrays together; of those tied, for the first ones.
+
+    Exactly a share, because a model with zeros (masked, quantized) has many ties.
+    """
+    every = np.concatenate([array.ravel() for array in values])
+    gone = math.floor((1 - share) * every.size + 1e-9)
+    if gone in (0, every.size):
+        return [np.full(array.shape, not gone) for array in values]
+    border = np.partition(every, gone)[gone]
+    stays, tied = every > border, np.flatnonzero(every == border)
+    left = every.size - gone - np.count_nonzero(stays)
+    stays[tied[:left]] = True
+    parts = np.split(stays, np.cumsum([array.size for array in values])[:-1])
+    return [part.reshape(array.shape) for part, array in zip(parts, values, strict=True)]

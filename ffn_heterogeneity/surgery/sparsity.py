@@ -24,7 +24,7 @@ from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
 from ffn_heterogeneity.surgery.adapt import MLPS, Quantised, inserted
-from ffn_heterogeneity.surgery.entries import highest_share
+from ffn_heterogeneity.surgery.selection import highest_share
 from ffn_heterogeneity.tree import is_abstract
 from ffn_heterogeneity.wording import check_numbers, settings_of
 

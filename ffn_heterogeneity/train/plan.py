@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -49,6 +50,7 @@ from ffn_heterogeneity.train.step import (
     values_of,
 )
 from ffn_heterogeneity.tree import Leaf, flatten, is_auxiliary, unflatten
+from ffn_heterogeneity.wording import some
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +304,11 @@ def _build(
     mask = what_trains(params, seen.leaves, config.freeze, config.train_only)
     settled = jax.eval_shape(seen.settled, params, 0, hyper(0))
     mask, unread = _frozen_where_unread(seen, settled, mask)
+    if not any(map(np.any, mask.values())):
+        raise partition.RuleError(f"no leaf is left to train: nothing reads {some(unread)}")
     names = layer_names(params)
+    training = [name for path, one in mask.items() if np.any(one) for name in names[path]]
+    optimizer_config = _used_rates(optimizer_config, len(seen.objective.rates), training)
     # A term of some layers of a stacked leaf needs one of these to train.
     each: dict[str, bool] = {}
     for path, trains in mask.items():
@@ -336,6 +342,13 @@ def _build(
         remats=remats,
     )
     return dataclasses.replace(made, train_step=made._step())
+
+
+def _used_rates(optimizer: OptimizerConfig, own: int, training: list[str]) -> OptimizerConfig:
+    """The optimizer without those of the objective's `own` rates (the first) that nothing uses."""
+    rates = list(enumerate(optimizer.rates))
+    rates = [x for i, x in rates if i >= own or any(re.search(x[0], name) for name in training)]
+    return dataclasses.replace(optimizer, rates=tuple(rates))
 
 
 def _frozen_where_unread(

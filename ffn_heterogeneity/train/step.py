@@ -350,8 +350,12 @@ def plain_metrics(values: Mapping[str, TermValue]) -> dict[str, Any]:
 
 
 def union_of_probes(terms: Sequence[LossTerm]) -> tuple:
-    """All probes that the terms need, without duplicates, in order of first use."""
-    return tuple(dict.fromkeys(probe for term in terms for probe in term.probes))
+    """All probes that the terms need, in order of first use; unlike ones have unlike names."""
+    probes = tuple(dict.fromkeys(probe for term in terms for probe in term.probes))
+    names = [probe.name for probe in probes]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two unlike probes are named {twice[0]!r}: give each its own name")
+    return probes
 
 
 def _reciprocal(denominator) -> jax.Array:

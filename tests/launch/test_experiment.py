@@ -299,3 +299,28 @@ def test_a_recovery_may_be_on_any_data(name):
     for data in tasks():
         stages = experiment.make_stages(config_of(name, f"llama2_7b,{data}", score__text=__file__))
         assert {stage.name for stage in stages} >= {"recover", "score"}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "rate", "clip", "eps"),
+    [
+        ("mlp_fusion", "fusion,tuned", 2e-5, 1.0, 1e-6),
+        ("switch", "fusion,tuned", 3e-4, None, 1e-8),
+        ("switch", "lora", 3e-4, None, 1e-8),
+    ],
+)
+def test_methods_of_one_table_train_with_the_same_optimizer(
+    name, method, rate, clip, eps, tmp_path
+):
+    """Of MLP Fusion's code; the tuning is Adam with PyTorch's defaults, at the same rate."""
+    (tmp_path / "rows.jsonl").write_text('{"sentence": "a b", "label": 1}\n' * 640)
+    config = config_of(name, f"m,sst2,{method}", data__path=str(tmp_path / "rows.jsonl"))
+    found = {
+        stage.name: [
+            stage.config.optimizer[key] for key in ("learning_rate", "clip_norm", "eps", "b2")
+        ]
+        for stage in experiment.make_stages(config)
+        if "optimizer" in stage.config
+    }
+    assert found.pop("finetune") == [rate, clip, eps, 0.98]
+    assert set(map(tuple, found.values())) <= {(rate, None, 1e-8, 0.999)}

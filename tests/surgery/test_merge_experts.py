@@ -136,8 +136,9 @@ def test_statistics_groups_and_means_are_the_formulas(method, text):
     """Layers are observed on the old model (m_smoe), or on the merged one (ream)."""
     narrow = MIXTRAL.with_widths([4] * 3)
     model, (method, _, score) = model_of(narrow, dtype=np.float64), method.partition(":")
-    settings = {"weighting": "score"} if score else {}
-    merged, report = fh.merge_experts(model, method, 0.5, group=2, **settings, **text[0])
+    settings = {"group": 2} if method == "ream" else {}
+    settings |= {"weighting": "score"} if score else {}
+    merged, report = fh.merge_experts(model, method, 0.5, **settings, **text[0])
     (batch,) = token_batches(text[1], 8)
     on = model if method == "m_smoe" else merged
     seen = causal_lm.forward(on.config, on.params, batch, probes=(INPUTS,))["probes"]["inputs"]

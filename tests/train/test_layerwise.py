@@ -102,7 +102,7 @@ def test_layers_of_two_stacks_count_their_own_tokens():
     means, counts = np.array([0.1, 0.2, 0.3, 0.4]), np.array([100.0, 100, 10, 10])
     seen = {"sum": jnp.asarray(means * counts), "count": jnp.asarray(counts)}
     term = layerwise_term(TermContext("layerwise"))
-    total, count, metrics = term({}, {"probes": {"layerwise": seen}}, {})
+    total, count, metrics = term({}, {"probes": {"layerwise/layerwise": seen}}, {})
     assert total / count == pytest.approx(means.mean(), rel=1e-6)
     np.testing.assert_allclose(metrics["layers"] / count, means, rtol=1e-6)
 
