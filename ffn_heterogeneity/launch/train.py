@@ -238,7 +238,9 @@ def make_loop(
 def validation_hooks(built: Plan, data: Data, every: int) -> tuple[Hook, ...]:
     """Measurements between steps: on every held-out set, with the weights as exported."""
     if not data.held_out:
-        say("no validation data: no evaluation, and no best checkpoint")
+        monitors = [term.name for term in built.evaluated_terms if term not in built.terms]
+        more = f"; not measured: {', '.join(monitors)}" if monitors else ""
+        say(f"no validation data: no evaluation, and no best checkpoint{more}")
         return ()
     evaluate = validation(built, data.held_out)
 

@@ -5,11 +5,14 @@ import json
 import numpy as np
 import pytest
 from tiny_models import config_of, random_params, save_tiny, tiny_of
+from tiny_runs import refused
 
+import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate import lesions
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.lesions import draw_neurons
 from ffn_heterogeneity.evaluate.perplexity import perplexity
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.criteria import layer_scores
@@ -81,6 +84,24 @@ def test_it_goes_on(case):
         assert neurons[0]["damage"] == pytest.approx(99.0 - results["nll"])
         assert neurons[1:] == results["neurons"][1:]
     assert (again / "lesions.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_analysis_measures_its_own_model(case, tmp_path):
+    """From Python a directory may hold another model's numbers."""
+    config, params, _, results, root, settings = case
+    given = {"token_ids": settings["token_ids"], "others": 0}
+    other = Model(config, random_params(config, 7), None, "other")
+    fh.analyze(other, "lesions", tmp_path / "w", **given)
+    made = fh.analyze(Model(config, params, None, "this"), "lesions", tmp_path / "w", **given)
+    assert made["nll"] == pytest.approx(results["nll"], rel=1e-6)
+    assert json.loads((tmp_path / "w" / "results.json").read_text())["nll"] == made["nll"]
+
+
+def test_ids_of_another_model_are_refused(case, tmp_path):
+    config, *_, settings = case
+    np.save(tmp_path / "rows.npy", np.full((1, 8), config.vocab_size))
+    config = config_of("analyze", "lesions", **settings | {"token_ids": str(tmp_path / "rows.npy")})
+    refused("outside the vocabulary", evaluation.run, config, tmp_path / "w")
 
 
 def test_a_damage_that_is_no_number_is_kept(case):

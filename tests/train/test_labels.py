@@ -310,6 +310,19 @@ def test_the_two_dropouts_of_a_head_are_drawn_apart(files):
     assert 0.3 < np.mean(drawn[0]) < 0.7 and np.any(drawn[0] != drawn[1])
 
 
+@pytest.mark.parametrize("frozen", ["^task_head/lambda", "^task_head/"])
+def test_a_frozen_lambda_needs_no_rate(files, frozen):
+    """The rate is the task's own, so no rule of the user is wrong."""
+    planned = plan(read(config_for(files, pooling="p32", lambda_rate=1e-2, freeze=(frozen,))))
+    assert not planned.trainable["task_head/lambda"] and any(planned.trainable.values())
+
+
+def test_nothing_that_is_read_trains(files):
+    config = config_for(files, "llama", pooling="last", train_only=("^head/",))
+    with pytest.raises(partition.RuleError, match="no leaf is left to train"):
+        plan(read(config))
+
+
 def test_a_rate_of_its_own_needs_a_rate_of_the_run(files):
     config = config_for(files, "llama", pooling="p32", lambda_rate=1e-2)
     config.optimizer.learning_rate = 0.0

@@ -20,12 +20,13 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import layer_leaves, unstack
 from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.build import objective_of
 from ffn_heterogeneity.train.objectives import make_forward
 from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
-from ffn_heterogeneity.train.step import values_of
+from ffn_heterogeneity.train.step import union_of_probes, values_of
 from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -96,6 +97,23 @@ def test_the_loss_is_its_formula(files, family, method, name):
     summed = value_of(model, batch, states=name, sum_hidden=True)
     width = dense.config.d_model
     assert float(summed.total) == pytest.approx(width * float(total), rel=1e-5)
+
+
+def test_two_of_them_run_side_by_side(files):
+    dense, model = taught_model(files, "llama", "svd")
+    batch, forward = batch_of(dense.config), MeanForward(model.config)
+    settings = {"a": {"states": "block"}, "b": {"states": "ffn", "sum_hidden": True}}
+    terms = [
+        layerwise_term(TermContext(name, model=model.config), **each)
+        for name, each in settings.items()
+    ]
+    both, _ = jax.jit(lambda *given: values_of(forward, terms, *given))(model.params, batch)
+    for name, each in settings.items():
+        alone = value_of(model, batch, **each)
+        assert float(both[name].total) == pytest.approx(float(alone.total), rel=1e-6) != 0
+    probes = Probe("x", min), Probe("x", max)
+    twin = [dataclasses.replace(terms[0], probes=(probe,)) for probe in probes]
+    refused("two unlike probes are named 'x'", union_of_probes, twin)
 
 
 def test_layers_of_two_stacks_count_their_own_tokens():
