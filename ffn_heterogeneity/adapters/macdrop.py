@@ -7,6 +7,9 @@ DoRA's norm is that of the masked kernel, as if the weights themselves were mask
 it restores the norms of masked columns: MacDrop has less effect there (docs/reproduce.md). It has
 no effect in evaluation and export. In a layer with experts the leaves have a leading axis of
 experts, and only the massive expert's rows are columns (`tree.no_indices`).
+
+The paper masks frozen weights. Where kernels train (`five.py` without lora and dora), a dropped
+weight has no gradient in that step [ours].
 """
 
 import dataclasses
