@@ -72,7 +72,8 @@ def train_router(
       inputs: [N, d]; sums: [N, E], not negative; centroids: [E, d].
 
     Returns:
-      (leaves of `ffn/router`, float32; facts on held-out tokens: "router_loss_start" and
+      (leaves of `ffn/router`, float32; facts on the last twentieth of the tokens, while the
+      twentieth before it chooses the epoch: "router_loss_start" and
       "router_loss", before training and in the chosen epoch; "captured_start" and "captured", the
       share of the sums in the top_k chosen experts; "captured_most", that of the best choice;
       "epoch", from 1).
@@ -88,16 +89,21 @@ def train_router(
     size, draw = min(ROWS, count), np.random.default_rng(seed)
     identity = jnp.eye(len(centroids), dtype=jnp.float32)
     router = {"hidden": {"kernel": jnp.asarray(centroids.T, jnp.float32)}, "kernel": identity}
-    held_out = functools.partial(_measured, x=x[count:], s=s[count:], top_k=top_k)
-    state, best, start = optax.adam(RATE).init(router), None, held_out(router)
+    middle = (count + len(x)) // 2
+    choosing, facts_of = (
+        functools.partial(_measured, x=x[part], s=s[part], top_k=top_k)
+        for part in (slice(count, middle), slice(middle, None))
+    )
+    state, best, start = optax.adam(RATE).init(router), None, facts_of(router)
     for epoch in range(1, EPOCHS + 1):
         order = draw.permutation(count)[: count // size * size].reshape(-1, size)
         router, state = _epoch(router, state, x, s, jnp.asarray(order))
-        measured = held_out(router)
-        if best is None or measured[1] > best[0][1]:
-            best = (measured, router, epoch)
+        captured = choosing(router)[1]
+        if best is None or captured > best[0]:
+            best = (captured, router, epoch)
     assert best is not None
-    (loss, captured, most), router, epoch = best
+    _, router, epoch = best
+    loss, captured, most = facts_of(router)
     facts = {"router_loss_start": start[0], "router_loss": loss, "captured_start": start[1]}
     facts |= {"captured": captured, "captured_most": most, "epoch": epoch}
     return jax.device_get(router), {name: float(value) for name, value in facts.items()}
