@@ -79,8 +79,6 @@ def add(config: ConfigDict, names: Sequence[str]) -> list[str]:
         # Surgeries before training, each with its group of settings.
         config.prepare = (*config.get("prepare", ()), name)
         config[name] = copy.deepcopy(settings)  # with placeholders of its own
-        if name == "teacher" and config.get("train_only"):
-            raise ValueError(f"{name} would freeze what {names} added before: name it first")
         if trains:
             config.train_only = (trains,)
         if settings is LORA:

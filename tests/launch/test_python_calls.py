@@ -76,7 +76,8 @@ works | fh.fold(adapted) ;; fh.generate(adapted, "Preheat", 4) ;; fh.push(adapte
 # OptiPFair README
 fh.analyze | fh.analyze_layer_importance(model, None)
 works | fh.analyze(model, text=text) ;; fh.analyze(model) ;; fh.prune(model, layers="top")
-fh.prune ( | fh.prune_model(model, pruning_ratio=0.2) ;; fh.prune_model_depth(model, [1])
+fh.prune | fh.prune_model(model, pruning_ratio=0.2)
+drop_layers | fh.prune_model_depth(model, [1])
 Known: criterion, ratio | fh.prune(model, pruning_ratio=0.2) ;; fh.prune(model, method="PPM")
 , layers, budget | fh.prune(model, layers_to_prune=[0, 1]) ;; fh.prune(model, layer_indices=[1])
 report | fh.prune(model, return_stats=True)
