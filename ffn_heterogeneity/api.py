@@ -26,7 +26,7 @@ from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.io.load import load_model as load_model
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.options import products
-from ffn_heterogeneity.models.sampling import settings_of
+from ffn_heterogeneity.models.sampling import sampling_settings
 from ffn_heterogeneity.models.stack import slots
 from ffn_heterogeneity.report.frame import curves as curves
 from ffn_heterogeneity.report.frame import results as results
@@ -110,7 +110,7 @@ def generate(
         way = "give ids as model.tokenizer.decode(ids), a user's message as a text with chat=True"
         raise TypeError(f"prompts must be texts: got {wrong[0]}; {way}")
     ids = prompt_rows(model, texts, chat)
-    sampling = settings_of(model.config, sampling, do_sample)
+    sampling = sampling_settings(model.config, sampling, do_sample)
     if chat:
         with contextlib.suppress(DataError):  # a template that renders no answer
             ends = [end_of_turn(Encoder(model.tokenizer, "auto"))]

@@ -60,7 +60,7 @@ _LISTS += ("sequence_bias", "forced_bos_token_id", "forced_eos_token_id")
 _UNREAD |= dict.fromkeys((*_LISTS, "exponential_decay_length_penalty"))
 
 
-def settings_of(
+def sampling_settings(
     config: ModelConfig, given: Mapping[str, Any], do_sample: bool | None
 ) -> dict[str, Any]:
     """Settings of `Sampling`: those given, else the model's (`own_settings`).

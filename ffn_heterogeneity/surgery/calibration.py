@@ -86,8 +86,8 @@ def calibration_rows(
         return _encoder_rows(model, calibration, tokens or TOKENS)
     if rest:
         raise ValueError(f"calibration_tokens={tokens}: expected a multiple of {WINDOW}")
-    # OLMo has no bos at all.
-    begins = {model.tokenizer.bos_token_id, model.config.bos_id} != {None}
+    # Qwen's is in config.json alone; OLMo has none at all.
+    begins = model.tokenizer.bos_token_id is not None or model.config.bos_id is not None
     rows = text_windows(
         read_utf8(calibration),
         model.tokenizer,

@@ -73,10 +73,9 @@ def train_router(
 
     Returns:
       (leaves of `ffn/router`, float32; facts on the last twentieth of the tokens, while the
-      twentieth before it chooses the epoch: "router_loss_start" and
-      "router_loss", before training and in the chosen epoch; "captured_start" and "captured", the
-      share of the sums in the top_k chosen experts; "captured_most", that of the best choice;
-      "epoch", from 1).
+      twentieth before it chooses the epoch: "router_loss_start" and "router_loss", before training
+      and in the chosen epoch; "captured_start" and "captured", the share of the sums in the top_k
+      chosen experts; "captured_most", that of the best choice; "epoch", from 1).
 
     Raises:
       ValueError: fewer than 20 tokens.

@@ -312,7 +312,7 @@ def test_a_recovery_may_be_on_any_data(name):
 def test_methods_of_one_table_train_with_the_same_optimizer(
     name, method, rate, clip, eps, tmp_path
 ):
-    """Of MLP Fusion's code; the tuning is Adam with PyTorch's defaults, at the same rate."""
+    """The settings are those of MLP Fusion's code, and the tuning's PyTorch's, at the same rate."""
     (tmp_path / "rows.jsonl").write_text('{"sentence": "a b", "label": 1}\n' * 640)
     config = config_of(name, f"m,sst2,{method}", data__path=str(tmp_path / "rows.jsonl"))
     found = {

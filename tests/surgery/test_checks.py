@@ -1,4 +1,4 @@
-"""What surgeries refuse before a text is read or generated; equal budgets; rows without bos."""
+"""Surgeries reject settings before a text is read or generated; equal budgets; no bos."""
 
 import dataclasses
 
