@@ -50,7 +50,8 @@ def get_config() -> ConfigDict:
             "unroll": 1,  # layers a scan step
             # transformers | torch.compile: torch on the same weights, interleaved (extra `parity`).
             "peer": "",
-            # Of model, with a peer: a second model, to compare how far each is ahead of the peer.
+            # Of model: a second model in the same rounds. Without a peer the two are compared,
+            # with one how far each is ahead of it.
             "beside": "",
             # Measured rounds, after one that compiles.
             "repetitions": 20,

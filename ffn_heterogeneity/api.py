@@ -11,7 +11,7 @@ import jax
 from etils import epath
 
 from ffn_heterogeneity.data.packing import Encoder
-from ffn_heterogeneity.data.sources import DataError, read_utf8
+from ffn_heterogeneity.data.sources import read_utf8
 from ffn_heterogeneity.data.tasks.messages import end_of_turn
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate import perplexity as measured
@@ -112,9 +112,8 @@ def generate(
     ids = prompt_rows(model, texts, chat)
     sampling = sampling_settings(model.config, sampling, do_sample)
     if chat:
-        with contextlib.suppress(DataError):  # a template that renders no answer
-            ends = [end_of_turn(Encoder(model.tokenizer, "auto"))]
-            sampling["eos"] = (*sampling.get("eos", ()), *(end for end in ends if end is not None))
+        end = end_of_turn(Encoder(model.tokenizer, "auto"))
+        sampling["eos"] = (*sampling.get("eos", ()), *([] if end is None else [end]))
     batch_size = min(batch_size, 1 << max(0, len(ids) - 1).bit_length())  # few programs, no waste
     generator = Generator(model.config, model.params, model.tokenizer, batch_size=batch_size)
     continuations = generator(ids, Sampling(max_new_tokens, **sampling), progress=None)

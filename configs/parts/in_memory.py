@@ -11,7 +11,6 @@ def get_config(surgery: ConfigDict) -> ConfigDict:
     config = ConfigDict(keys | dict(surgery.items(preserve_field_references=True)))
     config.compute_dtype = "float32"  # as what docs/results has, on any machine
     config.tasks = ()  # scored in addition to the perplexity
-    config.save_samples = False
     config.prompts = ()  # questions that the changed model answers: "('What is a neuron?',)"
     config.max_new_tokens = 64  # of an answer
     # Also write the changed model, to <workdir>/<point>/model.

@@ -30,6 +30,7 @@ FREE = (*KEYS, "budget", "layers", "calibration_tokens", "method", "removed", "f
 LABELS = ["model", "removed", "method", "fewer", "place"]
 STAGE = r"(?:^|/)[^/]+/\d+_\w+$"  # of a job of configs/shrink.py
 AFTER = "perplexity_after"
+TASKS = {name: (task, None) for name, task in (("MBPP", "mbpp"), ("GSM8K", "gsm8k"))}
 BLOCKS, ENTROPY, WHOLE = "whole blocks", "entropy", "unpruned"
 OURS = NAMES["optipfair, state_ridge"]
 
@@ -85,6 +86,19 @@ def overall(shrunk: Frame) -> Frame:
         sides = rows, rows[rows.method == base], LABELS, ["model", "removed", "place"]
         columns[f"Δ vs {base}"] = c.against(*sides, FREE, c.paired_units)
     return c.table(shrunk, LABELS, {"NLL": "nll"} | columns)
+
+
+def tasks(shrunk: Frame) -> Frame:
+    """Right answers in percent, question by question against unpruned and against entropy."""
+    every = c.accuracies(shrunk, TASKS)
+    losses = shrunk[(shrunk.what == "nll") & shrunk["run"].isin(every["run"])]
+    columns: dict[str, Any] = {"NLL": c.cells(losses, LABELS)}
+    for task, its in every.groupby("column", sort=False):
+        columns[str(task)] = c.cells(its, LABELS)
+        for base, on in ((WHOLE, ["model"]), (ENTROPY, ["model", "removed", "place"])):
+            sides = its, its[its.method == base], LABELS, on
+            columns[f"{task}, Δ vs {base}"] = c.against(*sides, FREE, c.paired_units)
+    return c.table(every, LABELS, columns)
 
 
 def shares(shrunk: Frame) -> Frame:

@@ -187,21 +187,19 @@ def time_model(
     step" is forward, backward and AdamW on it, with the NLL alone, with NUCL (mstd) or JREG, or
     with only adapters trained; "perplexity" uses `config.windows` windows; "generate n" continues n
     prompts of 64 tokens by 32, greedily. Finished rounds are saved in `workdir`; a rerun reads
-    them. The calls of a second model, `config.beside`, take their turns between them.
+    them. The calls of a second model, `config.beside`, take their turns between them: with a peer
+    each model is compared with its own, without one the two with each other.
 
     Args:
       model: None: `config.model`.
 
     Raises:
-      ValueError: an unknown peer, model, call or dtype, or one that the model does not support;
-        a model beside without a peer.
+      ValueError: an unknown peer, model, call or dtype, or one that the model does not support.
     """
     check_choice("peer", config.peer, ("", *PEERS))
     for key, choices in (("calls", CALLS), ("dtypes", DTYPES)):
         for name in config[key]:
             check_choice(key, name, choices)
-    if config.beside and not config.peer:
-        raise ValueError(f"beside={config.beside!r} compares ratios to a peer: name it (peer=)")
     about, calls = machine(), {}
     models = {"": model or load_config(config.model)}
     models |= {f"{config.beside}: ": load_config(config.beside)} if config.beside else {}
@@ -298,9 +296,11 @@ def _tables(seconds: Mapping[str, np.ndarray], config: Any) -> list[dict]:
             ratios[f"{name} / {base}"] = paired(ours, seconds[base])
         if half and full in seconds:
             ratios[f"{full} / {dtype}"] = paired(seconds[full], ours)
-        other = f"{config.beside}: "
-        if peer is not None and other + name in seconds:
-            ahead = seconds[f"{other}torch: {name}"] / seconds[other + name]
+        its = seconds.get(f"{config.beside}: {name}")
+        if its is not None and peer is None:
+            ratios[f"{name} over {config.beside}"] = paired(ours, its)
+        elif its is not None:
+            ahead = seconds[f"{config.beside}: torch: {name}"] / its
             ratios[f"{name} / {config.beside}'s"] = paired(peer / ours, ahead)
     size = f"{config.batch} x {config.seq_len} tokens"
     title = f"{config.model}, {size}, perplexity of {config.windows} windows of {config.window}; "

@@ -28,6 +28,7 @@ MODEL: Questions = {
     "Do MacDrop and DoRA slow LoRA steps?": ("Time / LoRA's", r".* of (.*) / train.*", SHAPE),
     # Of the calls themselves: those with a term have a "+".
     "Is a model as far ahead of torch as another?": (AHEAD, r"(.*, \w+ / .*)'s", SHAPE),
+    "Is a model faster than another?": ("Time / the other's", r"(.*, \w+ over .*)", SHAPE),
     "Is bfloat16 faster?": ("Time in float32 / bfloat16", r"([^+]+), float32 / bfloat16", WHOLE),
 }
 NUCL: Questions = {

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 class ExpandedSource(ListSource):
     """The records of a source whose rows contain several records, in memory.
 
-    `groups`: the row of every record, [len(self)]. Whole rows are held out, so that no passage is
-    in both parts.
+    `groups`: the row of every record, [len(self)]; with `passage`, a field of records, the first
+    row that has its passage. Whole groups are held out, so that no passage is in both parts.
     """
 
     def __init__(
@@ -40,8 +40,10 @@ class ExpandedSource(ListSource):
         expand: Expand,
         training: bool = True,
         skip_bad: bool = False,
+        passage: str = "",
     ):
         records, places, groups, bad = [], [], [], []
+        named: dict[Any, int] = {}
         for row in range(len(source)):
             try:
                 with named_place(source, row):
@@ -53,7 +55,7 @@ class ExpandedSource(ListSource):
                 continue
             records += made
             places += [source.where(row)] * len(made)
-            groups += [row] * len(made)
+            groups += [named.setdefault(one[passage], row) if passage else row for one in made]
         if bad:
             _log.warning("%d of %d rows are left out; the first: %s", len(bad), len(source), bad[0])
         if not records:
@@ -169,7 +171,8 @@ def open_task(
     source = open_source(place_of(task, path), split=split, **opened)
     if not task.expand:
         return source
-    return ExpandedSource(source, task.name, task.expand, skip_bad=skip_bad)
+    more = {"skip_bad": skip_bad, "passage": task.passage}
+    return ExpandedSource(source, task.name, task.expand, **more)
 
 
 def read_twice(task: Task, *read: tuple[str | Sequence[str], str]) -> str:

@@ -265,6 +265,11 @@ def make_pipeline(
     if decoder is not None:
         config = _for_pairs(config)
     if config.mixture or config.task == "mixture":
+        if config.task != "mixture" or config.path:
+            raise DataError(
+                f"mixture has its own tasks and files, but task={config.task!r} and "
+                f"path={config.path!r}: set task='mixture' and path=''"
+            )
         members = []
         for task, path, weight in parse_mixture(config.mixture):
             one = dataclasses.replace(config, task=task, path=path, mixture=())

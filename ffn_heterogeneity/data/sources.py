@@ -12,7 +12,7 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -24,6 +24,7 @@ from ffn_heterogeneity.io.read import open_regular, parse_json
 from ffn_heterogeneity.wording import check_number
 
 TEXT_SUFFIXES = (".txt", ".text", ".raw", ".md")
+NOTES = ".md"  # next to data, in its directory; alone it is data
 _KINDS = dict.fromkeys(TEXT_SUFFIXES, "text")
 _KINDS |= {".jsonl": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 # Columns of CoLA's files, the only files of GLUE without a header.
@@ -281,12 +282,17 @@ def _expand(name: str) -> list[str]:
     path = epath.Path(name)
     if not path.is_dir() or kind_of(name) == "hub":
         return [name]
-    # (A README.md next to the data is ignored.)
-    kinds = [kind for kind in _KINDS if kind != ".md"]
-    files = sorted(str(file) for file in path.iterdir() if file.suffix.lower() in kinds)
+    kinds = [kind for kind in _KINDS if kind != NOTES]
+    files = sorted(str(file) for file in path.iterdir() if is_data(file.name, kinds))
     if not files:
         raise DataError(f"{name}: a directory without {', '.join(kinds)} files; name the data file")
     return files
+
+
+def is_data(name: str, kinds: Collection[str]) -> bool:
+    """True if a file of a directory is data of these suffixes: no README.md, no hidden file."""
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix in kinds and suffix != NOTES and not name.startswith(".")
 
 
 def kind_of(name: str) -> str:

@@ -110,6 +110,11 @@ class TokenPipeline(Feed):
             return self._make(training), self._make(held) if held else None
         self._digest = _digest(corpus, whole(corpus))
         other = self._corpus(str(config.validation_path))
+        if corpus.directory.samefile(other.directory):
+            raise DataError(
+                f"{corpus.directory}: training and validation both read it: name other shards, or "
+                "hold out a part (data.validation_fraction)"
+            )
         return self._make(whole(corpus)), self._make(whole(other))
 
     def _corpus(self, path: str) -> Corpus:

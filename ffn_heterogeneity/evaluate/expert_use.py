@@ -44,7 +44,8 @@ def experts(settings: ExpertSettings, model: Model, workdir: epath.Path) -> dict
     that were trained apart have unrelated axes, so the outputs are also compared after the
     orthogonal map of one stream to the other before that layer (Procrustes) [ours].
 
-    Writes experts.csv: {layer, expert, text, share of the text's tokens}.
+    Writes experts.csv: {layer, expert, text, share of the text's tokens}: over the experts of a
+    layer a text's shares add up to the number of experts that a token uses.
 
     Returns:
       {"expert_cosine": mean over layers; of other models "against": {name: {"matched_cosine",
@@ -71,7 +72,7 @@ def experts(settings: ExpertSettings, model: Model, workdir: epath.Path) -> dict
         if layer.experts is not None:
             loads, found = _layer(i, layer.columns, texts, trees, np.array(of_row), list(others))
             layers.append({"layer": i + 1, **found})
-            shares = loads / loads.sum(1, keepdims=True)
+            shares = loads * layer.top_k / loads.sum(1, keepdims=True)
             table.append((i + 1, shares))
         for one, text, tree in zip(models, texts, trees, strict=True):
             text.move(one.config.layers[i], tree[i])

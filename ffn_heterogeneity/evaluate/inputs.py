@@ -11,7 +11,7 @@ from etils import epath
 from ffn_heterogeneity.data.glue import PROMPTS
 from ffn_heterogeneity.data.labelled import Form
 from ffn_heterogeneity.data.packing import Encoder
-from ffn_heterogeneity.data.sources import TEXT_SUFFIXES, read_utf8
+from ffn_heterogeneity.data.sources import TEXT_SUFFIXES, is_data, read_utf8
 from ffn_heterogeneity.data.tasks.base import Example
 from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
 from ffn_heterogeneity.data.windows import document_starts, text_windows, window_documents
@@ -143,7 +143,7 @@ class PerplexitySettings(TextSettings):
         folder = epath.Path(self.text or os.devnull)
         if not folder.is_dir():
             return {"": self}
-        paths = sorted(path for path in folder.iterdir() if path.suffix in TEXT_SUFFIXES)
+        paths = sorted(path for path in folder.iterdir() if is_data(path.name, TEXT_SUFFIXES))
         files = {path.stem: dataclasses.replace(self, text=os.fspath(path)) for path in paths}
         if not files or len(files) < len(paths):
             raise ValueError(

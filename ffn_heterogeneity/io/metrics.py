@@ -15,12 +15,11 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.files import is_bucket, plain, write_text
-from ffn_heterogeneity.io.read import parse_json, read_json, read_text
+from ffn_heterogeneity.io.read import MAX_METRICS, lines_of, parse_json, read_json, read_text
 from ffn_heterogeneity.wording import first_line, spans
 
 BUCKET_SECONDS = 30.0
-# Limits on a run's file, in bytes and steps: above any real run, below the machine's memory.
-MAX_BYTES, MAX_STEP = 4 << 30, 1 << 40
+MAX_STEP = 1 << 40  # above any real run's
 
 
 class MetricsWriter(contextlib.AbstractContextManager):
@@ -177,7 +176,7 @@ def read_metrics(path: str | os.PathLike, *, last_step: int | None = None) -> li
       ValueError: a line other than the last is not JSON with a step.
     """
     path = epath.Path(path)
-    rows = parse_metrics(read_text(path, MAX_BYTES) if path.exists() else "", path)
+    rows = parse_metrics(read_text(path, MAX_METRICS) if path.exists() else "", path)
     return [row for row in rows if last_step is None or row["step"] <= last_step]
 
 
@@ -187,7 +186,7 @@ def parse_metrics(text: str, source: str | os.PathLike) -> list[dict]:
     Raises:
       ValueError: see `read_metrics`.
     """
-    lines, rows = text.splitlines(), []
+    lines, rows = lines_of(text), []
     for number, line in enumerate(lines, 1):
         row = _row(line)
         if row is not None:

@@ -18,6 +18,7 @@ from ffn_heterogeneity.wording import first_line
 
 # Upper bound for files of settings, names or results: the index of 10^5 tensors has 10 MB.
 MAX_FILE = 64 << 20
+MAX_METRICS = 4 << 30  # of a metrics.jsonl: above any real run's, below the machine's memory
 # Limits: nesting of objects and lists, their total number, digits of a number.
 MAX_DEPTH, MAX_PARTS, MAX_DIGITS = 64, 2_000_000, 40
 
@@ -101,6 +102,11 @@ def parse_object(text: str, place: str, error: type[Exception] = ValueError) -> 
     if not isinstance(value, dict):
         raise error(f"{place} is malformed: it holds a {type(value).__name__}, no object")
     return value
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a file of JSON; splitlines() would cut inside of strings, too (U+2028)."""
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def parse_json(

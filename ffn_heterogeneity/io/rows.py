@@ -15,7 +15,7 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io.files import plain, write_json, write_text
-from ffn_heterogeneity.io.read import parse_json
+from ffn_heterogeneity.io.read import lines_of, parse_json
 from ffn_heterogeneity.wording import first_line
 
 RESULTS, ROWS = "results.json", "rows.jsonl"
@@ -74,6 +74,8 @@ _NO_MEASUREMENTS = (
     "least_influential",
     "ranking",
 )
+# Objects whose keys the user named: files, labels, categories, other models.
+_NAMED = ("texts", "predicted", "by_category", "by_turn", "errors", "against")
 # Lists of objects whose "layer" is an index.
 _FROM_0 = ("compensated", "merged", "neurons")
 
@@ -138,11 +140,12 @@ def _of_object(values: Mapping[str, Any], prefix: str, where: dict[str, Any]) ->
         for neuron, value in zip(values["indices"], values["top"], strict=True):
             yield _row(prefix.strip("/"), value, where | {"neuron": neuron})
         values = {name: x for name, x in values.items() if name not in ("top", "indices")}
+    named = prefix.strip("/").rpartition("/")[2] in _NAMED
     splits = {name for name in values if f"{name}/" in SPLITS}
     for name, value in values.items():
-        if name in where or name in _NO_MEASUREMENTS or _is_end(values, name):
+        if not named and (name in where or name in _NO_MEASUREMENTS or _is_end(values, name)):
             continue
-        if splits == set(values) and _number(value) is not None:
+        if not named and splits == set(values) and _number(value) is not None:
             yield _row(prefix.strip("/"), value, where | {"split": name})
             continue
         if _number(value) is not None:
@@ -250,7 +253,7 @@ def read_rows(text: str, source: str) -> list[dict[str, Any]]:
         the message names the file and line.
     """
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines_of(text), 1):
         try:
             rows.append(_checked(line))
         except ValueError as error:

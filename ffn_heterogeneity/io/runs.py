@@ -11,7 +11,7 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io import child
-from ffn_heterogeneity.io.read import MAX_FILE, read_object
+from ffn_heterogeneity.io.read import MAX_FILE, MAX_METRICS, read_object
 from ffn_heterogeneity.io.read import read_text as _read
 from ffn_heterogeneity.io.rows import RESULTS, ROWS
 
@@ -34,7 +34,11 @@ def read_text(path: str) -> str:
         if separator and os.path.isfile(archive + end):
             return _members(archive + end).get(os.path.normpath(member), "")
     place = epath.Path(path)
-    return _read(place, MAX_FILE) if place.exists() else ""
+    return _read(place, _limit(place.name)) if place.exists() else ""
+
+
+def _limit(name: str) -> int:
+    return MAX_METRICS if name == METRICS else MAX_FILE
 
 
 def read_listing(path: str | os.PathLike) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def folders(directory: str, read: Sequence[str]) -> Iterator[tuple[str, Texts]]:
             continue
         seen.add(real)
         files = {path.name: path for path in place.iterdir()}
-        texts = {name: _read(files[name], MAX_FILE) for name in read if name in files}
+        texts = {name: _read(files[name], _limit(name)) for name in read if name in files}
         if texts:
             yield os.fspath(place), texts
         below = (files[name] for name in sorted(files, reverse=True) if name not in _LEAVES)

@@ -68,8 +68,10 @@ def method_of(criterion, reverse, compensation, protect, lose, calibration, toke
 
 
 def size_of(ratio: Any, count: Any, budget: Any) -> str:
-    """Text of a removal's size: "25%", a number of neurons per layer, or a budget."""
-    return f"{100 * ratio:g}%" if ratio == ratio and ratio is not None else f"{count or budget}"
+    """Text of a removal's size: a number of neurons, else "25%"; and of a global budget."""
+    size = f"{count:g} neurons" if pandas.notna(count) else ""
+    size = size or (f"{100 * ratio:g}%" if pandas.notna(ratio) else "")
+    return ", ".join([x for x in (size, "global" if budget == "global" else "") if x]) or "-"
 
 
 def removals(runs: Frame) -> Frame:

@@ -20,6 +20,7 @@ from ffn_heterogeneity.io.rows import FIELDS
 from ffn_heterogeneity.io.runs import SEEDS_APART
 from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.frame import units
+from ffn_heterogeneity.report.tables import UNKNOWN
 
 Names = Sequence[str]
 Frame = Any  # a pandas.DataFrame: its type hints do not separate rows from columns
@@ -272,6 +273,7 @@ def against(
     one_setting(rows, index)
     one_setting(base, on)
     one_setting(pandas.concat([rows, base]), on, (*free, *index))
+    rows, base = (x.fillna(dict.fromkeys(on, UNKNOWN)) for x in (rows, base))  # NaN != NaN
     bases = dict(iter(base.groupby(list(on), sort=False)))
     found = {}
     for key, its in rows.groupby(list(index), sort=False, dropna=False):

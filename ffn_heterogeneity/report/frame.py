@@ -15,7 +15,7 @@ from etils import epath
 from ffn_heterogeneity.io import rows as io_rows
 from ffn_heterogeneity.io import runs as files
 from ffn_heterogeneity.io.metrics import parse_metrics
-from ffn_heterogeneity.io.read import parse_object
+from ffn_heterogeneity.io.read import lines_of, parse_object
 from ffn_heterogeneity.io.rows import FIELDS
 from ffn_heterogeneity.report.links import Facts, model_names, origins, spell_alike
 
@@ -220,7 +220,7 @@ def units(run: str, spec: str) -> dict[Any, float]:
     text = files.read_text(place)
     try:
         if name.endswith(".jsonl"):
-            rows = [parse_object(line, place) for line in text.splitlines()]
+            rows = [parse_object(line, place) for line in lines_of(text)]
             return {row["doc_id"]: float(row[key]) for row in rows if key in row}
         results = parse_object(text or "{}", place)
         part = re.fullmatch(r"(\w+)\[(\d+):(\d+)\]", key)

@@ -10,7 +10,7 @@ import numpy as np
 from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import LabelTask, get_task
 from ffn_heterogeneity.data.labelled import Batch, Encoded, LabelSettings
-from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.sources import DataError, files_of
 from ffn_heterogeneity.evaluate.inputs import row_form
 from ffn_heterogeneity.evaluate.label_metrics import task_metrics
 from ffn_heterogeneity.heads import classification as heads
@@ -171,9 +171,16 @@ def _sets(
     settings: LabelSettings, task: LabelTask, read: Callable[[str, str], Encoded]
 ) -> tuple[Encoded, dict[str, Encoded]]:
     """(all training rows, the held-out sets by name)."""
-    train, sets = read(settings.path, "train"), {}
+    train, sets, paths = read(settings.path, "train"), {}, {}
     if settings.validation_path:
         paths = labelled.named_paths(settings.validation_path)
+    for name, path in (paths | {"test": settings.test_path}).items():
+        if both := files_of(settings.path) & files_of(path):
+            raise DataError(
+                f"{min(both)}: training and {name!r} both read it: name other files, or hold out a "
+                "part (data.validation_fraction)"
+            )
+    if paths:
         sets = {name: read(path, "validation") for name, path in paths.items()}
     elif not settings.path:
         sets = {name: read("", split) for name, split in task.validation.items()}

@@ -108,7 +108,9 @@ def _data(
 
     def held_out() -> Iterator[Batch]:
         for number, batch in enumerate(pipeline.validation_iterator(config.max_batches)):
-            yield corrupt(batch, seed=(HELD_OUT_SEED, number))
+            # By the row's number in the stream: the same spans at any batch size.
+            places = [number * config.batch_size + row for row in pipeline.rows]
+            yield corrupt(batch, seed=(HELD_OUT_SEED,), rows=places)
 
     return Data(batches, {} if pipeline.held_out is None else {"held_out": held_out})
 

@@ -83,10 +83,19 @@ def test_a_second_model_takes_turns_in_the_same_rounds(torch, tmp_path):
     save_tiny(tmp_path / "other", LLAMA, random_params(LLAMA))
     config = config_of("benchmark", calls=("forward",), dtypes=("float32",), **SIZES)
     config.beside = str(tmp_path / "other")
-    refused("name it", bench.time_model, config, tmp_path, model=MODEL)
+    name = "forward, float32"
+    results = bench.time_model(config, tmp_path, model=MODEL)
+    seconds = results["seconds"]
+    ratio = np.median(seconds[name] / seconds[f"{config.beside}: {name}"])
+    [row] = results["tables"][1]["rows"]
+    assert row[0] == f"{name} over {config.beside}" and row[1].startswith(f"{ratio:.3f}")
+    write_json(tmp_path / "results.json", {"benchmark": "model", **results})
+    page = write_page([str(tmp_path / "results.json")], tmp_path)
+    assert "Is a model faster than another?" in page and row[1] in page
+
     config.peer = "transformers"
     results = bench.time_model(config, tmp_path / "run", model=tiny_of("t5", 4))
-    seconds, name = results["seconds"], "forward, float32"
+    seconds = results["seconds"]
     assert len(seconds) == 4
     ahead = [
         seconds[f"{who}torch: {name}"] / seconds[who + name] for who in ("", f"{config.beside}: ")

@@ -192,6 +192,9 @@ def test_a_validation_directory_of_its_own(make, characters):
     assert batch["targets"].tolist() == [[8, 9, 10, 0], [0, 0, 0, 0]]
     assert batch["tokens"].tolist() == [[1, 8, 1, 0], [0, 0, 0, 0]]
     assert batch["segment_ids"].tolist() == [[1, 1, 2, 0], [0, 0, 0, 0]]
+    (train.parent / "link").symlink_to(train)
+    twice = config | {"validation_path": str(train.parent / "link")}
+    refused("both read it", make_pipeline, twice, characters(), 2, 4, 0, error=DataError)
 
 
 def test_uint32_holds_what_uint16_cannot(make, characters):

@@ -6,6 +6,7 @@ import pytest
 from tiny_runs import read_rows, refused
 
 from ffn_heterogeneity.data.mixtures import open_task, questions
+from ffn_heterogeneity.data.pipeline import split_records
 from ffn_heterogeneity.data.sources import DataError, open_source
 from ffn_heterogeneity.data.tasks import Fields, get_task
 
@@ -215,6 +216,17 @@ def test_a_bad_row_is_left_out_if_asked(write, caplog):
         source = open_task(task, path, "train", skip_bad=True)
     assert len(source) == 2 and source.groups.tolist() == [0, 2]
     assert "1 of 3 rows are left out" in caplog.text and "line 2" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "field"), [("multirc", "paragraph"), ("record", "passage")])
+def test_the_hubs_rows_of_a_passage_are_held_out_together(write, name, field):
+    """There every answer or query is a row of its own, with the passage in it."""
+    row = FORMS[name][1] or {"paragraph": "", "question": "Which?", "answer": "One", "label": 1}
+    rows = [row | {field: f"Passage {i}."} for i in (*range(6), *range(6))]
+    source = open_task(get_task(f"superglue_{name}"), write("a.jsonl", rows), "train")
+    parts = split_records(source, 0.3)
+    sets = [{part[i]["record"][field] for i in range(len(part))} for part in parts]
+    assert len(sets[0] | sets[1]) == 6 and sets[1] and not sets[0] & sets[1]
 
 
 def test_wsc_without_a_referring_pair_has_no_examples(write):

@@ -101,6 +101,11 @@ def v_rows(batch):
     return (batch["segment_ids"] > 0).any(axis=1)
 
 
+@pytest.mark.parametrize("more", [{"task": "jsonl"}, {"path": "a.jsonl"}])
+def test_a_mixture_has_its_own_tasks_and_files(mixture, characters, more):
+    refused("mixture has its own", pipeline, mixture, characters, **more, error=DataError)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -177,6 +177,10 @@ def test_the_tokenizers_eos_ends_an_answer_too(model, tmp_path):
     )
     (bang,) = tokenizer.encode("!", add_special_tokens=False)
     assert made.template == "tokenizer" and made.eos == (bang, tokenizer.eos_token_id)
+    # A generation prompt that begins a thought, which the rendered answers do not have.
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>{% endif %}"
+    made = chat.Chat(made.settings, Model(model.config, model.params, tokenizer, "tiny"))
+    assert made.eos == (tokenizer.eos_token_id,)
 
 
 def test_turns_that_went_wrong_are_counted():

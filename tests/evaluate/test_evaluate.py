@@ -92,7 +92,8 @@ def test_a_directory_of_texts_is_measured_together_and_text_by_text(model, tmp_p
     assert np.mean([*its.values()]) == pytest.approx(results["texts"]["b"]["nll"], rel=1e-6)
     assert [place for _, place in its] == [1, 2, 3]
     assert {"texts/a/nll", "texts/b/accuracy"} <= {row["what"] for row in rows}
-    (folder / "a.md").write_text("the same name")
+    (folder / "README.md").write_text("no data")
+    (folder / "a.TXT").write_text("the same name")
     refused("3 text files .* of 2 names", run, config, tmp_path / "names")
 
 

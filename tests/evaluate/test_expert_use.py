@@ -89,7 +89,8 @@ def test_loads_and_cosines_equal_those_of_one_expert_after_another(tmp_path, tex
     assert row["text_information"] == pytest.approx(np.sum(p[p > 0] * np.log((p / q)[p > 0])))
     assert [row["load_min"], row["load_max"]] == pytest.approx([p.sum(0).min(), p.sum(0).max()])
     lines = (tmp_path / "run/experts.csv").read_text().splitlines()
-    shares = (loads / loads.sum(1, keepdims=True)).ravel()
+    tokens = loads.sum(1, keepdims=True) / MIXTRAL.layers[1].top_k
+    shares = (loads / tokens).ravel()
     assert lines[0] == "layer,expert,text,share"
     assert [float(line.split(",")[3]) for line in lines[1:]] == pytest.approx(shares, rel=1e-5)
     assert lines[1].startswith("2,0,digits,") and (tmp_path / "run/experts.png").exists()

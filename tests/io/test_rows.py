@@ -189,6 +189,12 @@ def test_layers_count_from_1_and_lists_of_experts_are_no_layers():
     ]
 
 
+def test_names_of_the_user_are_no_settings():
+    results = {"texts": {"first": {"nll": 1.0, "windows": 3}}, "predicted": {"train": 3, "test": 2}}
+    rows = {row["what"]: row["value"] for row in rows_of(results | {"first": 5, "token": 7})}
+    assert rows == {"texts/first/nll": 1.0, "predicted/train": 3, "predicted/test": 2}
+
+
 def test_curves_are_those_of_metrics(runs):
     curves = fh.curves(runs / "train", what=["train/loss", "validation/nll"])
     assert set(curves.what) == {"loss", "nll"} and set(curves.seed) == {0, 1}

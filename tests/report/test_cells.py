@@ -88,6 +88,9 @@ def test_sides_are_compared_by_seed_and_have_equal_settings():
     sides = (rows[rows.method == "y"], rows[rows.method == "x"])
     (value,) = against(*sides, ["model", "method"], ["model"])
     assert (value.mean, value.n, value.how) == (4.5, 2, "t")  # 4 - 2 and 8 - 1
+    # A label that none of them has: one of another report's runs.
+    (same,) = against(*(x.assign(kind=np.nan) for x in sides), ["method"], ["model", "kind"])
+    assert same == value
     sides = (sides[0].assign(batch=2), sides[1])
     with pytest.raises(ValueError, match=r"batch \(2, 1\)"):
         against(*sides, ["model", "method"], ["model"])

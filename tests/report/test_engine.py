@@ -91,12 +91,16 @@ def test_runs_that_cannot_be_compared_are_named(report, tmp_path):
         removal(tmp_path / "u", 5.0, criterion="none", ratio=0.1),
         removal(tmp_path / "x", 7.0),
         removal(tmp_path / "y", 7.0, criterion="gini", window=128, ratio=0.5),
+        removal(tmp_path / "n", 7.0, criterion="mstd", ratio=0.25, count=5),
+        removal(tmp_path / "g", 7.0, criterion="magnitude", ratio=0.5, budget="global"),
     ]
     rows = {r["method"]: r for r in report("nucl", runs)["removal"]}
     assert rows["Entropy-based"]["x unpruned"] == "1.4"
     assert rows["gini"]["x unpruned"] == "-", "nothing was unpruned in windows of 128"
     assert rows["gini"]["from"] == "here: wiki.txt, windows of 128"
     assert (rows["gini"]["removed"], rows["Pre-trained baseline"]["removed"]) == ("50%", "0%")
+    sizes = {row["removed"] for row in rows.values()}
+    assert {"5 neurons", "50%, global"} <= sizes and "25%" not in {rows["mstd"]["removed"]}
 
 
 def test_one_text_under_two_paths_is_one_text(report, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tarfile
 import time
@@ -56,6 +57,16 @@ def test_the_units_of_an_archive_that_was_written_again(tmp_path):
     results = {"nll": 1.0, "nll_windows": [1.0, 2.0], "window_documents": [5, 7]}
     write_run(tmp_path / "run", {"model": "m"}, results)
     assert frames.units(str(tmp_path / "run"), row.units) == {(5, 0): 1.0, (7, 1): 2.0}
+    (tmp_path / "run/samples").mkdir()
+    sample = json.dumps({"doc_id": 4, "text": "a\u2028b", "acc": 1.0}, ensure_ascii=False)
+    (tmp_path / "run/samples/boolq.jsonl").write_text(sample + "\n")
+    assert frames.units(str(tmp_path / "run"), "samples/boolq.jsonl:acc") == {4: 1.0}
+
+
+def test_metrics_may_be_longer_than_other_files(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", {"model": "m"}, rows=[{"step": i, "loss": 1.0} for i in range(90)])
+    monkeypatch.setattr(run_files, "MAX_FILE", 1000)
+    assert len(fh.curves(tmp_path / "run", what=["loss"])) == 90
 
 
 def test_numbers_that_are_none_and_text_that_is_markdown(tmp_path):

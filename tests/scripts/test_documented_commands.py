@@ -34,7 +34,7 @@ SMALL = [
     (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1"),
     (r"jreg_pretrain", "--config.shape.layers=2 --config.shape.n_heads=2"),
     (r"jreg_pretrain", "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
-    (r"moe_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1"),
+    (r"moe_pretrain|t5_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1"),
     (r"moe_pretrain", "--config.shape.n_heads=2 --config.data.validation_fraction=0.3"),
     (r"jreg_pretrain\.py:170m", "--config.batch_size=8 --config.accumulation=1"),
     (r"sweep=criteria", "--only=unpruned --only=entropy"),

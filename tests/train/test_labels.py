@@ -262,6 +262,15 @@ def test_what_is_wrong_is_said_in_one_line(files, tmp_path, changes, told):
     refused(told, training.run, config_for(files, **changes), tmp_path / "run")
 
 
+@pytest.mark.parametrize("key", ["validation_path", "test_path"])
+def test_no_file_is_read_for_training_and_evaluation(files, tmp_path, key):
+    other = tmp_path / "other"
+    other.symlink_to(files)
+    changes = {f"data__{key}": str(other / "train.jsonl")}
+    config = config_for(files, **changes)
+    refused("train.jsonl: training and .* both read it", training.run, config, tmp_path / "run")
+
+
 def test_rows_of_one_class_and_hidden_labels(files, tmp_path):
     rows = read_rows(files / "train.jsonl")
     for label, message in (("low", "there is nothing to learn"), (-1, "not published")):

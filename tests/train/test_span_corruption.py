@@ -20,6 +20,8 @@ from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.train.plan import plan
+from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.shared import Shared
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -153,6 +155,15 @@ def test_a_run_learns_resumes_and_is_read_by_torch(
         given = {"input_ids": batch["encoder_tokens"], "labels": batch["targets"]}
         loss = theirs(**{k: torch.tensor(v, dtype=torch.long) for k, v in given.items()}).loss
     assert float(ours) == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_held_out_spans_do_not_depend_on_the_batch_size(tiny):
+    def rows(size):
+        config = config_for(tiny, batch_size=size, eval__max_batches=8 // size)
+        held_out = plan(read(config)).open_data(byte_tokenizer()).held_out["held_out"]
+        return np.concatenate([batch["targets"] for batch in held_out()])
+
+    np.testing.assert_array_equal(rows(2), rows(4))
 
 
 def test_other_models_and_missing_ids_are_rejected(tiny, tmp_path):

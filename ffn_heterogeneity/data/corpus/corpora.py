@@ -32,7 +32,7 @@ from ffn_heterogeneity.data.corpus.documents import (
     size_of,
 )
 from ffn_heterogeneity.data.record_source import DataError, is_saved
-from ffn_heterogeneity.data.sources import TEXT_SUFFIXES, kind_of
+from ffn_heterogeneity.data.sources import NOTES, TEXT_SUFFIXES, is_data, kind_of
 from ffn_heterogeneity.wording import check_numbers
 
 KNOWN = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
@@ -43,7 +43,7 @@ def find_inputs(spec: str | Sequence[str]) -> list[tuple[str, str]]:
     """Return (path, kind) of all inputs, in order.
 
     Args:
-      spec: files, directories (all their files except hidden ones, which must be of one kind),
+      spec: files, directories (all their data, `is_data`, which must be of one kind),
         globs and hub names `name[:config]`; separated by commas in one string.
 
     Raises:
@@ -100,11 +100,12 @@ def _expand(name: str) -> list[tuple[str, str]]:
             str(file)
             for file in sorted(path.rglob("*"))
             if file.is_file()
-            and Path(file.name.removesuffix(".gz")).suffix.lower() in KNOWN
+            and is_data(file.name.removesuffix(".gz"), KNOWN)
             and not any(segment.startswith(".") for segment in file.relative_to(path).parts)
         ]
         if not files:
-            raise DataError(f"{name}: a directory without {', '.join(KNOWN)} files")
+            others = ", ".join(kind for kind in KNOWN if kind != NOTES)
+            raise DataError(f"{name}: a directory without {others} files; a glob may name others")
         kinds = sorted({_kind(file) for file in files})
         if len(kinds) > 1:
             raise DataError(

@@ -59,6 +59,7 @@ class Task:
         unreadable record.
       expand: `(row, training) -> records`, if a row of the file has zero or more examples; None:
         every row is one. Outside training, it returns every question once.
+      passage: field that examples may share; all of one passage are held out together.
       reference: `record -> reference of the metrics`; None: the example's target.
       members: the tasks that this one mixes; its data is then a root with a folder for each.
       split_long: whether a document longer than a row continues in the next row (plain text);
@@ -76,6 +77,7 @@ class Task:
     split: str = "train"
     metrics: tuple[str, ...] = ()
     expand: Expand | None = None
+    passage: str = ""
     reference: Callable[[Mapping[str, Any]], Any] | None = None
     members: tuple[MixedTask, ...] = ()
     encode: Callable[[Any, Any], tuple[Sequence[int], Sequence[bool]]] | None = None

@@ -141,13 +141,16 @@ def prompt_ids(messages: Sequence[Message], encoder: Encoder) -> list[int]:
 def end_of_turn(encoder: Encoder) -> int | None:
     """Return the special or added token that ends the assistant's turns, or None.
 
-    (A part of a marker that is ordinary text would also end other words.)
+    (A part of a marker that is ordinary text would also end other words.) None, too, if the
+    template renders no answer behind its generation prompt, such as one that begins a thought.
     """
     last = []
     for answer in ("one", "7 7"):
-        ids, scored = encode_conversation(
-            (Message("user", "a"), Message("assistant", answer)), encoder
-        )
+        talk = Message("user", "a"), Message("assistant", answer)
+        try:
+            ids, scored = encode_conversation(talk, encoder)
+        except DataError:
+            return None
         last.append([token for token, of_turn in zip(ids, scored, strict=True) if of_turn][-1])
     tokenizer = encoder.tokenizer
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
