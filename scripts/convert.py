@@ -31,10 +31,15 @@ _DTYPE = flags.DEFINE_enum("config.dtype", "as_read", compress.DTYPES, "Type of 
 _EXPORT = flags.DEFINE_enum("config.export", "auto", EXPORTS, "Form of the checkpoint.")
 _PEFT = flags.DEFINE_string("config.peft", "", "PEFT's base model: writes adapters alone.")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an existing directory.")
+_WHOLE = ("gguf", "directory")  # outputs that have a tokenizer
 _OLD = r"^--?(no)?(model|revision|push|type|tokenizer|dtype|export|peft)(?=$|=)"  # without config.
 
 
 def main() -> None:
+    kind = "peft" if _PEFT.value else "gguf" if _OUTPUT.value.endswith(".gguf") else "directory"
+    for flag, kinds in ((_TYPE, ("gguf",)), (_EXPORT, ("directory",)), (_TOKENIZER, _WHOLE)):
+        if flag.present and kind not in kinds:
+            raise ValueError(f"--{flag.name} is for output as {' or '.join(kinds)}, this is {kind}")
     if _PUSH.value:
         check_repository(_PUSH.value, _OUTPUT.value)
     dtype = None if _DTYPE.value == "as_read" else _DTYPE.value

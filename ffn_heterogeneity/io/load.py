@@ -2,12 +2,13 @@
 
 import atexit
 import dataclasses
+import fnmatch
 import functools
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ffn_heterogeneity.io.gguf import tokenizer as gguf_tokenizer
 from ffn_heterogeneity.io.hf import peft
 from ffn_heterogeneity.io.hf import read as huggingface
 from ffn_heterogeneity.io.hf.structure import FOLDER
-from ffn_heterogeneity.io.safetensors import is_there
+from ffn_heterogeneity.io.safetensors import is_run, is_there
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
@@ -287,7 +288,7 @@ def _find(spec: str | os.PathLike, revision: str | None, **fetched: Any) -> tupl
       fetched: which files of a hub id to fetch, see `hf.read.download`.
     """
     spec = os.fspath(spec)
-    path = _local(spec, fetched.get("weights", True))
+    path = _local(spec, fetched.get("weights", True), fetched.get("only"))
     if spec in SOURCES and not path.exists():
         path = fetch_model(spec)
         spec = str(path)
@@ -301,7 +302,7 @@ def _find(spec: str | os.PathLike, revision: str | None, **fetched: Any) -> tupl
             raise CheckpointError(f"{error} ({near} is here)" if near else str(error)) from None
     if revision is not None:
         raise CheckpointError(f"revision={revision!r} is for hub ids; {spec!r} is a local path")
-    if (path / "model" / "config.json").is_file() and not any(path.glob("*.safetensors*")):
+    if is_run(path):
         raise CheckpointError(f"{path} is a work directory: its model is {path / 'model'}")
     return spec, path
 
@@ -311,8 +312,12 @@ def _is_file(path: Path) -> bool:
     return path.suffix == ".gguf" or path.is_file()
 
 
-def _local(spec: str, weights: bool) -> Path:
-    """Return the path; a bucket's file or directory is copied to disk until the process ends."""
+def _local(spec: str, weights: bool, only: Sequence[str] | None) -> Path:
+    """Return the path; a bucket's file or directory is copied to disk until the process ends.
+
+    Args:
+      weights, only: what of a bucket's directory is copied, as in `hf.read.download`.
+    """
     if not is_bucket(spec):
         return Path(spec).expanduser()
     check_opens(spec)
@@ -324,6 +329,11 @@ def _local(spec: str, weights: bool) -> Path:
     target = held / source.name
     if not source.is_dir():
         source.copy(epath.Path(target))
+    elif only:
+        target.mkdir()
+        for path in source.iterdir():
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in only):
+                path.copy(epath.Path(target / path.name))
     elif weights or not (source / "config.json").exists():  # adapters
         copy_tree(source, epath.Path(target), last="config.json")
     else:

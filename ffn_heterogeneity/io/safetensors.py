@@ -104,6 +104,12 @@ def is_there(directory: str | os.PathLike) -> bool:
     return any((Path(directory) / name).is_file() for name in (SINGLE, INDEX))
 
 
+def is_run(directory: str | os.PathLike) -> bool:
+    """True for a work directory, whose model is in the folder `model`."""
+    has_model = (Path(directory) / "model" / "config.json").is_file()
+    return has_model and not any(Path(directory).glob("*.safetensors*"))
+
+
 def open_directory(directory: str | os.PathLike) -> dict[str, Tensor]:
     """Return the tensors of model.safetensors, or of the shards that its index lists, by name.
 

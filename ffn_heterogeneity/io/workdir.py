@@ -104,7 +104,7 @@ def working_in(
         def claim() -> set[str] | None:
             if alone:
                 stack.enter_context(_locked(workdir))
-            before = {path.name for path in _children(workdir)}
+            before = {path.name for path in entries_of(workdir)}
             return None if prepare_workdir(workdir, config) else before
 
         before = on_main(claim)
@@ -239,7 +239,7 @@ def release_workdir(workdir: str | os.PathLike, before: Collection[str] = ()) ->
     path = epath.Path(workdir)
     if not (path / "config.json").exists():  # not the claimed directory: a lost mount
         return False
-    children = [child for child in _children(workdir) if child.name not in before]
+    children = [child for child in entries_of(workdir) if child.name not in before]
     # Remaining folders are finished stages or seeds; other files are the user's.
     if any((child.is_dir() or child.name in OUTPUTS) and _has_step(child) for child in children):
         return False
@@ -253,7 +253,8 @@ def release_workdir(workdir: str | os.PathLike, before: Collection[str] = ()) ->
     return True
 
 
-def _children(workdir: str | os.PathLike) -> list[epath.Path]:
+def entries_of(workdir: str | os.PathLike) -> list[epath.Path]:
+    """The entries of a directory; none if it does not exist."""
     path = epath.Path(workdir)
     return list(path.iterdir()) if path.exists() else []
 
@@ -335,13 +336,18 @@ def _changed_inputs(path: epath.Path, before: Mapping, config: Mapping) -> list[
     """List "key=path" of the inputs that have changed since the run in `path` began."""
     if not (path / "inputs.json").exists():
         return []
-    old, new, flat = _own(path / "inputs.json"), inputs_of(config), flatten_config(config)
+    # (Tuples are lists in the file.)
+    old, new = _own(path / "inputs.json"), inputs_of(config)
+    flat = flatten_config(plain(config))
     there = flatten_config(before)
     kept = [key for key in new if flat[key] == there.get(key)]
     return [f"{key}={flat[key]}" for key in kept if old.get(key, new[key]) != new[key]]
 
 
 def _record_start(path: epath.Path) -> None:
+    """Add the command, and the versions; those of a finished run are those that computed it."""
+    if (path / "results.json").exists():
+        return
     log = path / "command.txt"
     lines = read_bytes(log).decode(errors="replace").splitlines() if log.is_file() else []
     command = resume_command(path)

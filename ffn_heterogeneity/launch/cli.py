@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import errno
 import os
 import re
 import sys
@@ -16,7 +15,7 @@ from absl import app, flags, logging
 from etils import epath
 from ml_collections import ConfigDict, FieldReference, config_flags
 
-from ffn_heterogeneity.io.errors import os_error_of
+from ffn_heterogeneity.io.errors import passes
 from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.launch import configs
@@ -30,15 +29,6 @@ from ffn_heterogeneity.wording import check_known, naming, nearest, unknown
 
 # Errors that a user can cause and fix; all others show a traceback.
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
-# Of these, trouble of a disk, a network or a machine, which may have passed at the next start.
-PASSING = frozenset(
-    getattr(errno, name)
-    for name in (
-        *("EAGAIN", "EBUSY", "EDQUOT", "EIO", "EMFILE", "ENFILE", "ENOLCK", "ENOMEM", "ENOSPC"),
-        *("ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH"),
-        *("ENOTCONN", "EPIPE", "ESTALE", "ETIMEDOUT"),
-    )
-)
 # Optional packages and the extras that install them.
 EXTRAS = {
     "grain": "train",
@@ -294,7 +284,7 @@ def _own_flags() -> list[flags.Flag]:
 def errors_in_one_line() -> Iterator[None]:
     """End the program with one line if the block raises a user's error.
 
-    The exit code is 2, or 1 if its cause may have passed at the next start (`PASSING`).
+    The exit code is 2, or 1 if its cause may have passed at the next start (`passes`).
     """
     try:
         yield
@@ -303,8 +293,7 @@ def errors_in_one_line() -> Iterator[None]:
             traceback.print_exception(error)
         where = " (--traceback shows where)" if isinstance(error, KeyError) else ""
         print(f"error: {one_line(error)}{where}", file=sys.stderr)
-        lost = isinstance(error, (ConnectionError, TimeoutError))  # some have no number
-        sys.exit(1 if lost or os_error_of(error) in PASSING else 2)
+        sys.exit(1 if passes(error) else 2)
 
 
 def one_line(error: BaseException) -> str:

@@ -105,6 +105,8 @@ def check_config(
     if config.tasks:
         tasks = settings_from(HarnessSettings, config)
         tasks.read()
+    if config.get("push"):
+        raise ValueError(f"push={config.push!r} is for scripts/compress.py: this writes numbers")
     if config.get("streaming"):
         raise ValueError("streaming=True is for scripts/compress.py: this works in memory")
     if config.get("criterion") == UNPRUNED:

@@ -27,7 +27,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.io.load import load_config, load_tokenizer
 from ffn_heterogeneity.io.rows import write_results
-from ffn_heterogeneity.io.workdir import release_workdir
+from ffn_heterogeneity.io.workdir import CLAIM, entries_of, release_workdir
 from ffn_heterogeneity.wording import check_number, check_numbers, settings_from
 
 # Sample that a dry run tokenizes to estimate the total.
@@ -57,7 +57,8 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
         size = load_config(config.model, revision=config.revision).vocab_size
         shards.check_vocabulary(tokenizer, size, config.model)
     if config.dry_run:
-        release_workdir(workdir)  # the real run may have other settings
+        # The real run may have other settings. All but the claim is the user's.
+        release_workdir(workdir, {path.name for path in entries_of(workdir)} - {*CLAIM})
         return estimate(chunks, tokenizer, settings)
     start = time.monotonic()
     made_by = {"name": name, "settings": settings, "processes": config.processes}

@@ -288,7 +288,7 @@ def _answer(results: Mapping[str, Any]) -> None:
     """Print the results of the last validation and of the tests."""
     for name, value in {**results, **(results["final"] or {})}.items():
         if name.startswith((PREFIX, "test/")) and np.ndim(value) == 0:
-            answer(f"{name}: {value:.5f}")
+            answer(f"{name}: {float(value):.5f}")  # of a file: "nan"
 
 
 def summary(workdir: epath.Path, result: LoopResult) -> dict:
@@ -349,5 +349,5 @@ def validate(config: ConfigDict, workdir: epath.Path) -> dict:
     on_main(lambda: write_results(workdir, plain(results)))
     for name, value in metrics.items():
         if np.ndim(value) == 0:
-            answer(f"{name}: {value:.5f}")
+            answer(f"{name}: {float(value):.5f}")  # of a file: "nan"
     return plain(results)

@@ -32,6 +32,9 @@ end() {
 }
 trap 'pass_on TERM' TERM
 trap 'pass_on HUP' HUP
+# Without job control a shell's background command ignores Ctrl-C, and outlives this script.
+set -m
+trap 'pass_on INT' INT
 for ((start = 1; start <= times; start++)); do
   child=''
   "$@" &
@@ -46,6 +49,6 @@ for ((start = 1; start <= times; start++)); do
   echo "again.sh: code $code at start $start of $times; again in $wait s" >&2
   sleep "$wait" & child=$!
   wait "$child"
-  [[ -n $asked ]] && end "$code"
+  [[ -n $asked ]] && end 143
 done
 exit "$code"

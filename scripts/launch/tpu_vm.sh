@@ -39,7 +39,7 @@ setup() {
   [[ -n $SOURCE ]] || { echo "error: set SOURCE to what pip shall install" >&2; exit 2; }
   # The images bring Python 3.10; uv brings its own. All but the package itself by version and hash.
   do_it gcloud compute tpus tpu-vm scp "$here/locked/py3.12.txt" "$TPU:ffn-locked.txt" \
-    --zone="$ZONE" --worker=all
+    --zone="$ZONE" --worker=all || return
   local uv='~/.local/bin/uv' into='-q --python ~/ffn/bin/python'
   on_all "pip install -q uv==0.13.9 && $uv venv -q --python 3.12 ~/ffn && $uv pip install $into --require-hashes -r ~/ffn-locked.txt && $uv pip install $into --no-deps $(printf %q "ffn-heterogeneity @ $SOURCE")"
 }
@@ -53,9 +53,10 @@ keep() {
     tpu delete --quiet; create; setup; run "$@"
     return
   fi
-  local code
+  local code ready=
   while true; do
-    there || { tpu delete --quiet || true; create && setup || { sleep "$WAIT"; continue; }; }
+    there || { ready=; tpu delete --quiet || true; create || { sleep "$WAIT"; continue; }; }
+    [[ $ready ]] || { setup && ready=yes; } || { sleep "$WAIT"; continue; }
     code=0; run "$@" || code=$?
     [[ $code == 0 || $code == 2 || $code == 130 ]] && return "$code"
     echo "tpu_vm.sh: code $code; again in $WAIT s" >&2

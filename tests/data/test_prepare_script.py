@@ -31,7 +31,10 @@ def test_a_dry_run_on_blank_documents(write, tmp_path):
     byte_tokenizer().save_pretrained(tokenizer)
     blank = write("blank.txt", " \n\n ")
     changes = {"input": blank, "tokenizer": tokenizer, "dry_run": True}
+    mine = tmp_path / "run" / "wandb" / "mine"
+    mine.mkdir(parents=True)
     assert configured(tmp_path / "run", **changes)["tokens_at_most_about"] == 0
+    assert mine.exists() and len([*(tmp_path / "run").iterdir()]) == 1
 
 
 def test_script_trains_a_tokenizer_and_writes_shards(corpus, tmp_path, capsys):

@@ -43,6 +43,16 @@ def test_a_model_goes_there_and_back(tmp_path, monkeypatch):
     assert not str(model.source).startswith("/tmp/ffn") and model.tokenizer is not None
     jax.tree.map(np.testing.assert_array_equal, model.params, params)
     assert load.load_config(str(bucket / "model")) == model.config
+    # The module is everybody's: only here.
+    with monkeypatch.context() as here:
+        here.setattr(load.tempfile, "mkdtemp", lambda *_, **__: str(tmp_path))
+        tokenizer = load.load_tokenizer(str(bucket / "model"))
+    assert tokenizer.vocab_size == model.tokenizer.vocab_size
+    copied = {path.name for path in tmp_path.glob("model/*")}
+    assert "tokenizer.json" in copied and not any("safetensors" in name for name in copied)
+    # Nothing of the model before is left.
+    export.save_pretrained(LLAMA, params, bucket / "model", overwrite=True)
+    assert not [*bucket.glob("model/tokenizer*")]
     with pytest.raises(CheckpointError, match="nothing does not exist, or cannot be seen"):
         load.load_model(str(bucket / "nothing"))
 

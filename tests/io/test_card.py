@@ -59,7 +59,9 @@ class Hub(BaseHTTPRequestHandler):
         return self.answer(200, {"errors": [], "warnings": []})  # the card's head, looked through
 
     def do_GET(self):
-        self.answer(404, {"error": "Not found"})
+        if self.path.split("?")[0] != "/api/models/me/tiny":
+            return self.answer(404, {"error": "Not found"})
+        return self.answer(200, {"id": "me/tiny", "private": self.server.private})
 
     def answer(self, code, values):
         body = json.dumps(values).encode()
@@ -76,7 +78,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files, server.created = {}, []
+    server.files, server.created, server.private = {}, [], True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -107,6 +109,14 @@ def test_a_pruned_model_is_pushed(hub, tmp_path):
     assert "by entropy" in card and "loads in: transformers" in card and "`tiny`" in card
     done = compress(hub, tmp_path, "wrong")
     assert done.code == 2 and "hf auth login" in done.err.splitlines()[-1]
+    hub.private, hub.files = False, {}  # one that was there before
+    (tmp_path / "run-secret" / "results.json").unlink()
+    done = compress(hub, tmp_path, "secret")
+    assert done.code == 2 and "it exists and is public" in done.err and not hub.files
+    whole = tmp_path / "run-secret"
+    refused(
+        "is a work directory: push .*model", push_directory, whole, "a/b", error=CheckpointError
+    )
 
 
 @pytest.mark.parametrize("name", ["tiny", "a/b/c", "../x", "a/", "a b/c"])

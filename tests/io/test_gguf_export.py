@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_gguf import CASES, converted_tree, found_leaves, random_leaves, tiny_config
 from test_gguf_tokenizer import TEXTS, byte_level_file, random_texts
-from tiny_models import byte_tokenizer, run_script
+from tiny_models import byte_tokenizer, random_params, run_script
 from tiny_runs import refused
 
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -160,7 +160,7 @@ def test_transformers_own_qwen2_tokenizer(tmp_path):
 
 
 def test_tokenizers_without_a_form(tmp_path):
-    from tokenizers import pre_tokenizers
+    from tokenizers import normalizers, pre_tokenizers
 
     config, _, params = model_of("llama2_7b", 1, {"vocab_size": 300})
     tokenizer = byte_tokenizer()
@@ -171,6 +171,16 @@ def test_tokenizers_without_a_form(tmp_path):
     back = load_model(path).tokenizer
     text = "caf\u00e9 12 \t\U0001f600"
     assert back(text)["input_ids"] == tokenizer(text)["input_ids"]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.raises(CheckpointError, match="WORLD.* would be"):
+        save_gguf(config, params, tmp_path / "z.gguf", tokenizer=tokenizer)
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    spare = dataclasses.replace(config, vocab_size=tokenizer.convert_tokens_to_ids("<image>"))
+    tree = random_params(spare)
+    back = load_model(save_gguf(spare, tree, tmp_path / "s.gguf", tokenizer=tokenizer)).tokenizer
+    assert back(text)["input_ids"] == tokenizer(text)["input_ids"]
     config, _, params = model_of("llama2_7b", 1, {"vocab_size": 64})
     with pytest.raises(CheckpointError, match="beyond the vocabulary"):
         save_gguf(config, params, tmp_path / "y.gguf", tokenizer=tokenizer)
@@ -178,6 +188,8 @@ def test_tokenizers_without_a_form(tmp_path):
 
 def test_the_script(tmp_path, model):
     flags = (f"--model={model}", f"--output={tmp_path}/x.gguf", "--notokenizer")
+    wrong = run_script("convert", f"--model={model}", f"--output={tmp_path}/x", "--type=q8_0")
+    assert wrong.code == 2 and "is for output as gguf, this is directory" in wrong.error
     done = run_script("convert", *flags, "--type=f32")
     assert done.code == 0 and "llama.cpp" in done.out, done
     first, second = load_model(model), read_gguf(tmp_path / "x.gguf")

@@ -246,6 +246,11 @@ def test_what_cannot_be_written(base, tmp_path):
     )
     with pytest.raises(CheckpointError, match="no place for .*macdrop_keep"):
         save_adapters(LLAMA, dropping.params, tmp_path / "a", str(base))
+    factors = {"method": "svd", "ratio": 0.5, "layers": "all"}
+    fused, _ = SURGERIES["fuse"](load.Model(LLAMA, random_params(LLAMA), None, ""), factors)
+    lora, _ = SURGERIES["lora"](fused, {"rank": 2, "targets": "attention/q"})
+    with pytest.raises(CheckpointError, match="no place for .*low_rank"):
+        save_adapters(lora.config, lora.params, tmp_path / "a", str(base))
     refused("exists", save_adapters, LLAMA, model.params, base, str(base), error=CheckpointError)
     refused("a local disk", save_adapters, LLAMA, {}, "gs://b/x", "y", error=CheckpointError)
     headed = dataclasses.replace(LLAMA, head=HeadConfig.of("classification", {"outputs": 2}))

@@ -82,6 +82,14 @@ def test_before_its_first_step_a_run_gives_all_back_but_what_was_there(tmp_path,
     assert (tmp_path / "config.json").exists() == (saved is not None)
 
 
+def test_versions_are_those_of_the_run_that_made_the_results(tmp_path):
+    prepare_workdir(tmp_path, CONFIG)
+    (tmp_path / "versions.json").write_text('{"jax": "0.0.1"}')
+    (tmp_path / "results.json").write_text('{"nll": 1}')
+    prepare_workdir(tmp_path, CONFIG)
+    assert (tmp_path / "versions.json").read_text() == '{"jax": "0.0.1"}'
+
+
 def test_another_config_is_refused_with_its_keys(tmp_path):
     prepare_workdir(tmp_path, CONFIG)
     other = {"steps": 20, "optimizer": {"name": "adamw", "betas": (0.9, 0.95)}, "seed": 1}
@@ -95,7 +103,7 @@ def test_another_config_is_refused_with_its_keys(tmp_path):
     assert "optimizer.name" not in message
 
 
-@pytest.mark.parametrize("key", ["text", "calibration", "model", "data.path"])
+@pytest.mark.parametrize("key", ["text", "calibration", "model", "data.path", "data.mixture"])
 def test_inputs_that_changed_are_refused(tmp_path, key):
     """The path is the same, but its content changed."""
     source = tmp_path / "source"
@@ -108,8 +116,9 @@ def test_inputs_that_changed_are_refused(tmp_path, key):
         file.write_bytes(bytes(300_000))
         (source / ".cache").write_text("1")
     config = {"steps": 1, "data": {}}
-    group = config["data"] if key == "data.path" else config
-    group[key.split(".")[-1]] = str(source)
+    group = config["data"] if key.startswith("data.") else config
+    mixed = (("text", str(source), 1.0), ("text", str(source), 2.0))
+    group[key.split(".")[-1]] = mixed if key == "data.mixture" else str(source)
     prepare_workdir(tmp_path / "run", config)
     if file != source:
         (source / ".cache").write_text("hidden files are not part of it")
@@ -118,7 +127,7 @@ def test_inputs_that_changed_are_refused(tmp_path, key):
     damaged[len(damaged) // 2] ^= 1
     for changed in (bytes(damaged), before + b"\0"):
         file.write_bytes(changed)
-        with pytest.raises(WorkdirError, match=f"other inputs: {key}=.*source changed since"):
+        with pytest.raises(WorkdirError, match=f"other inputs: {key}=.*source.* changed since"):
             prepare_workdir(tmp_path / "run", config)
     file.write_bytes(before)
     prepare_workdir(tmp_path / "run", config)

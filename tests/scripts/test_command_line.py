@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import re
+import socket
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,6 +238,18 @@ def test_trouble_that_may_have_passed_has_its_own_code():
         trouble = OSError(number, os.strerror(number))
         assert code(trouble) == 1 and code(CheckpointError("not written"), trouble) == 1
     assert code(TimeoutError("timed out")) == 1
+    # Of a hub, of a bucket, of names, and of JAX's processes.
+    refusal = type("HfHubHTTPError", (OSError,), {"response": SimpleNamespace(status_code=503)})()
+    for trouble in (
+        refusal,
+        socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+        ValueError("DEADLINE_EXCEEDED: Barrier timed out"),
+        ValueError("Error reading: [http_response_code='503']"),
+        TimeoutError("barrier"),
+    ):
+        assert code(CheckpointError("not fetched"), trouble) == 1
+    refusal.response.status_code = 404
+    assert code(CheckpointError("not fetched"), refusal) == 2
     for mistake in (FileNotFoundError(errno.ENOENT, "no file"), OSError("no model")):
         assert code(mistake) == 2 and code(CheckpointError("not read"), mistake) == 2
 

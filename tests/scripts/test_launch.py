@@ -137,6 +137,20 @@ def test_its_own_sigterm_is_passed_on_and_waited_for(tmp_path):
     assert process.wait(timeout=30) == 143 and (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_it_waits_to_start_again(tmp_path, sent, code):
+    """SIGINT reaches the command, which ends by it; SIGTERM between two starts is a SIGTERM."""
+    script = "echo on; exec sleep 60" if sent == signal.SIGINT else "echo on; exit 7"
+    command = ["bash", LAUNCH / "again.sh", "--wait=60", "bash", "-c", script]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == b"on\n"
+    if sent == signal.SIGTERM:
+        assert b"again in 60 s" in process.stderr.readline()
+        time.sleep(0.2)
+    process.send_signal(sent)
+    assert process.wait(timeout=30) == code
+
+
 @pytest.mark.slow
 def test_five_preemptions_change_nothing(tmp_path):
     """A run killed (SIGKILL) five times under again.sh writes the metrics of one left alone."""

@@ -14,6 +14,7 @@ from ffn_heterogeneity.wording import first_line
 
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_LONGEST = 1_000  # characters of a token
 _SPACE = "\u2581"  # SentencePiece's visible space
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -40,9 +41,14 @@ def read_tokenizer(path: str | os.PathLike | GGUFFile) -> Any:
       CheckpointError: damaged file, no tokenizer inside, or an unsupported kind.
     """
     file = path if isinstance(path, GGUFFile) else open_gguf(path)
-    path, given = file.path, _given(file.path, file.fields)
+    return tokenizer_from(file.path, file.fields)
+
+
+def tokenizer_from(path: str, fields: dict[str, Any]) -> Any:
+    """Return the tokenizer of the fields; as `read_tokenizer`, whose errors name `path`."""
+    given = _given(path, fields)
     try:
-        return _build(path, file.fields, given.get)
+        return _build(path, fields, given.get)
     except (CheckpointError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the tokenizers library panics, which is no Exception
@@ -109,6 +115,8 @@ def _given(path: str, fields: dict[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"{where}={value!r:.60} is no {kind.__name__}")
         elif kind is int and not 0 <= value < len(tokens):
             raise CheckpointError(f"{where}={value} is outside the {len(tokens)} tokens")
+    if (longest := max(map(len, tokens), default=0)) > _LONGEST:  # all its splits are looked up
+        raise CheckpointError(f"{path}: a token of {longest:,} characters; {_LONGEST:,} are read")
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{path}: tokenizer.chat_template is no text")
     return given

@@ -1,14 +1,23 @@
 """Conversion of a tokenizer to a GGUF file's fields: the inverse of tokenizer.py."""
 
 import json
+import re
 from typing import Any
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.gguf.tokenizer import _PRE_TOKENIZERS, _pre_tokenizer
+from ffn_heterogeneity.io.gguf.tokenizer import _PRE_TOKENIZERS, _pre_tokenizer, tokenizer_from
 from ffn_heterogeneity.models.config import ModelConfig
 
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+# What normalizers, prefixes and pre-tokenizers change.
+_SAMPLES = (
+    "a b",
+    " a",
+    "",
+    "Hello WORLD  it's 12345;\n\n x",
+    "e\u0301 \u00e9 \ufb01 \u5b57 \U0001f600",
+)
 
 
 def tokenizer_fields(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
@@ -29,6 +38,10 @@ def tokenizer_fields(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
     if model.get("type") != "BPE":
         raise _refused(f"it is {model.get('type')}, not BPE")
     ids = model["vocab"] | {token["content"]: token["id"] for token in state["added_tokens"]}
+    # Spare special tokens, which no text has (an image's): the model has no row for them.
+    spare = {token["content"] for token in state["added_tokens"] if token["special"]}
+    spare -= {tokenizer.bos_token, tokenizer.eos_token}
+    ids = {x: i for x, i in ids.items() if i < config.vocab_size or x not in spare}
     if max(ids.values()) >= config.vocab_size:
         raise _refused(f"id {max(ids.values())} is beyond the vocabulary of {config.vocab_size}")
     sentencepiece = bool(model.get("byte_fallback"))
@@ -40,6 +53,8 @@ def tokenizer_fields(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
         byte = sentencepiece and token.startswith("<0x") and len(token) == 6
         types[i] = _BYTE if byte else _NORMAL
     for token in state["added_tokens"]:
+        if token["content"] not in ids:
+            continue
         types[token["id"]] = _CONTROL if token["special"] else _USER_DEFINED
     if tokenizer.unk_token_id is not None and sentencepiece:
         types[tokenizer.unk_token_id] = _UNKNOWN
@@ -50,6 +65,11 @@ def tokenizer_fields(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
     fields = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
     if isinstance(tokenizer.chat_template, str):
         fields["tokenizer.chat_template"] = tokenizer.chat_template
+    made = tokenizer_from("the file", fields)
+    for text in _SAMPLES:
+        one, other = (x.encode(text, add_special_tokens=False) for x in (tokenizer, made))
+        if one != other:
+            raise _refused(f"{text!r} is {one}, and would be {other}")
     return fields
 
 
@@ -84,7 +104,8 @@ def _scores(tokens: list[str], pairs: list[tuple[str, ...]], state: dict) -> dic
     for rank, pair in enumerate(pairs):
         ranks.setdefault("".join(pair), rank)
     prefix = "Prepend" in json.dumps(state["normalizer"]) or (
-        '"prepend_scheme": "first"' in json.dumps(state["pre_tokenizer"])
+        re.search('"prepend_scheme": "(first|always)"', json.dumps(state["pre_tokenizer"]))
+        is not None
     )
     return {
         "model": "llama",

@@ -17,6 +17,7 @@ from ffn_heterogeneity.io.hf.classifiers import torch_facts
 from ffn_heterogeneity.io.hf.export import loads_in, transformers_class
 from ffn_heterogeneity.io.read import read_text
 from ffn_heterogeneity.io.rows import flatten_config
+from ffn_heterogeneity.io.safetensors import is_run
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.models.leaves import parameters_text
@@ -194,10 +195,14 @@ def push_directory(directory: str | os.PathLike, repository: str, *, private: bo
     directory = Path(directory)
     if not any((directory / name).is_file() for name in ("config.json", peft.CONFIG)):
         raise CheckpointError(f"{directory} holds no model: give a directory with config.json")
+    if is_run(directory):
+        raise CheckpointError(f"{directory} is a work directory: push {directory / 'model'}")
     check_repository(repository)
     try:
         api = huggingface_hub.HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
+        if private and api.repo_info(repository).private is False:
+            raise ValueError("it exists and is public: push with private=False, or to another")
         return str(api.upload_folder(repo_id=repository, folder_path=directory))
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(

@@ -29,7 +29,6 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket, walk
 from ffn_heterogeneity.io.hf import classifiers
 from ffn_heterogeneity.io.hf.structure import (
-    FOLDER,
     KEY,
     cast,
     checked_leaves,
@@ -162,8 +161,7 @@ def local_directory(directory: epath.Path) -> Iterator[Path]:
         yield temporary
         (directory / "config.json").unlink(missing_ok=True)
         for old in walk(directory) if directory.exists() else ():  # of an overwritten model
-            if ".safetensors" in old.name or old.parent.name == FOLDER:
-                old.unlink()
+            old.unlink()
         copy_tree(epath.Path(temporary), directory, last="config.json")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.adapters import FFN_LEAVES, gates
+from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, reject_bucket, write_json
@@ -221,7 +221,8 @@ def _check_form(config: ModelConfig, leaves: Mapping[str, Any]) -> None:
             f"PEFT's file of adapters would lose the head ({config.head.name}): export all weights"
         )
     names = {path.split("/")[-1] for path in leaves}
-    if other := names & {"mask", *FFN_LEAVES, "nf4_codes", "macdrop_keep", "score", gates.A}:
+    known = {*adapter_leaves(), *FFN_LEAVES} - {"lora_a", "lora_b", "lora_scale", "dora_m"}
+    if other := names & known:
         raise CheckpointError(f"PEFT has no place for {sorted(other)}: export folded weights")
     sparse = [path for path in leaves if path.endswith("/lora_a") and _sparse(config, path)]
     if sparse:
