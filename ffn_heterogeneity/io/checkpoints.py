@@ -16,8 +16,11 @@ from orbax.checkpoint.path import atomicity
 from ffn_heterogeneity.io import seals
 from ffn_heterogeneity.io.errors import CheckpointError, os_error_of
 from ffn_heterogeneity.io.files import is_bucket
+from ffn_heterogeneity.parallel.processes import on_main
 from ffn_heterogeneity.tree import path_str
 from ffn_heterogeneity.wording import check_number, first_line
+
+SECONDS = 3 * 3600  # for a checkpoint in the background
 
 
 class Checkpoints:
@@ -58,6 +61,8 @@ class Checkpoints:
             # On CPU, host arrays ARE the device's buffers: a save in the background would read
             # buffers that were donated to the next step.
             enable_async_checkpointing=jax.default_backend() != "cpu",
+            # The others wait while the main process reads all that was written, for its seal.
+            async_options=ocp.AsyncOptions(timeout_secs=SECONDS),
         )
         return ocp.CheckpointManager(self.directory, options=options)
 
@@ -168,7 +173,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self.directory} holds {nothing}; there are {self.steps() or 'none'}"
             )
-        self.verify(step)
+        on_main(lambda: self.verify(step))
         name = self.directory / str(step)
         wanted = {
             key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from etils import epath
 from orbax.checkpoint.path import atomicity, atomicity_defaults
@@ -13,7 +14,7 @@ from orbax.checkpoint.path import atomicity, atomicity_defaults
 from ffn_heterogeneity.io.files import walk
 from ffn_heterogeneity.io.read import read_json
 
-MANIFEST = "manifest.json"
+MANIFEST, READERS = "manifest.json", 8
 # In a bucket, which cannot move files, orbax writes these two after the manifest.
 LATE = ("_CHECKPOINT_METADATA", atomicity.COMMIT_SUCCESS_FILE)
 
@@ -37,13 +38,14 @@ def problem(folder: epath.Path) -> str | None:
     except (ValueError, TypeError, AttributeError):
         return f"{MANIFEST} is not the JSON that was written"
     files = {str(path.relative_to(folder)): path for path in walk(folder)}
-    for name, (size, checksum) in sums.items():
+    for name, (size, _) in sums.items():
         if name not in files:
             return f"{name} is missing"
         length = files[name].stat().length
         if length != size:
             return f"{name} has {length} bytes instead of {size}"
-        if _crc32(files[name]) != checksum:
+    for name, value in _checksums({name: files[name] for name in sums}).items():
+        if value != sums[name][1]:
             return f"{name} was altered (its CRC-32 differs)"
     unlisted = sorted({*files} - {*sums, *LATE, MANIFEST})
     return f"{MANIFEST} does not list {unlisted[0]}" if unlisted else None
@@ -84,10 +86,15 @@ class _SealedInPlace(atomicity.CommitFileTemporaryPath):
 def _seal(folder: epath.Path, late: Sequence[str] = ()) -> None:
     """Write the manifest of all files except those that orbax writes `late`."""
     names = {str(path.relative_to(folder)): path for path in walk(folder)}
-    sums = {
-        name: [path.stat().length, _crc32(path)] for name, path in names.items() if name not in late
-    }
+    names = {name: path for name, path in names.items() if name not in late}
+    sums = {name: [names[name].stat().length, x] for name, x in _checksums(names).items()}
     (folder / MANIFEST).write_text(json.dumps(sums, indent=1) + "\n")
+
+
+def _checksums(files: Mapping[str, epath.Path]) -> dict[str, int]:
+    """CRC-32 of each file; several are read at a time, since one stream is slow in a bucket."""
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(zip(files, pool.map(_crc32, files.values()), strict=True))
 
 
 def _crc32(path: epath.Path) -> int:

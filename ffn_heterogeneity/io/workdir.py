@@ -6,9 +6,12 @@ import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import jax
+import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -25,9 +28,10 @@ from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.read import read_bytes, read_object
 from ffn_heterogeneity.io.rows import flatten_config
-from ffn_heterogeneity.parallel.processes import on_main
-from ffn_heterogeneity.wording import shell_line
+from ffn_heterogeneity.parallel.processes import gathered, on_main
+from ffn_heterogeneity.wording import shell_line, some
 
+SEEN_SECONDS = 60.0  # until another node sees a new file
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # Keys (or groups) that do not change what is computed, so that a run can be resumed on other
 # devices or with logging, and a sweep with more points.
@@ -109,6 +113,7 @@ def working_in(
 
         before = on_main(claim)
         try:
+            _check_shared(workdir)
             yield
         except Exception as error:
             given_back = False
@@ -121,6 +126,24 @@ def working_in(
             elif isinstance(error, (OSError, CheckpointError)) and not hasattr(error, "__notes__"):
                 error.add_note(f"to resume: {resume_command(workdir)}")
             raise
+
+
+def _check_shared(workdir: str | os.PathLike) -> None:
+    """Check that every process sees the directory that the main one claimed.
+
+    Raises:
+      WorkdirError: one does not, and its checkpoints would be lost.
+    """
+    if jax.process_count() == 1:
+        return
+    there, end = epath.Path(workdir) / "config.json", time.monotonic() + SEEN_SECONDS
+    while not (seen := there.exists()) and time.monotonic() < end:
+        time.sleep(1.0)  # network file systems
+    if blind := np.flatnonzero(~gathered(seen)).tolist():
+        raise WorkdirError(
+            f"processes {some(blind)} do not see the work directory {workdir}: give one on a file "
+            "system that all nodes share, or in a bucket"
+        )
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from ffn_heterogeneity.io.workdir import (
     what_is_computed,
 )
 from ffn_heterogeneity.launch.commands import COMMANDS, Command
-from ffn_heterogeneity.parallel.processes import on_main, say
+from ffn_heterogeneity.parallel.processes import is_main, on_main, say
 from ffn_heterogeneity.train.shared import Shared
 
 MARKER = "done.json"
@@ -142,10 +142,14 @@ def _run_stage(
     run = functools.partial(stage.command, config, folder, Shared(keep_model=False))
     on_main(lambda: _claim(folder, stage))
     try:
-        run() if stage.command.together else on_main(run)
+        # A training's losses on other data need all devices, as the training does.
+        together = stage.command.together or (stage.kind == "evaluate" and "losses" in config)
+        run() if together else on_main(run)
     except Exception:
-        # Lets the corrected command use the same directory.
-        on_main(lambda: release_workdir(folder))
+        # Lets the corrected command use the same directory. (If one process alone failed, the
+        # others are in another collective.)
+        if is_main():
+            release_workdir(folder)
         raise
 
 

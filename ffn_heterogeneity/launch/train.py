@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ from ffn_heterogeneity.io.runs import SEEDS_APART
 from ffn_heterogeneity.io.workdir import UNSTARTED, finished, paths_in_stages, working_in
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import to_host
-from ffn_heterogeneity.parallel.processes import answer, on_main, say
+from ffn_heterogeneity.parallel.processes import answer, gathered, on_main, say
 from ffn_heterogeneity.train.build import objective_of
 from ffn_heterogeneity.train.dry_run import dry_run
 from ffn_heterogeneity.train.early import check_early
@@ -49,6 +50,7 @@ from ffn_heterogeneity.train.settings import TrainConfig, read
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.train.source import found_model, starting_model
 from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.tree import flatten
 from ffn_heterogeneity.wording import some, spans
 
 MOVING = "failed_attempt"  # folder in `set_aside`
@@ -216,6 +218,7 @@ def make_loop(
 ) -> tuple[TrainLoop, Plan, float | None]:
     """Return (the loop, ready to run, the step that fits in memory, the seconds to compile it)."""
     options = {"seed": config.seed, "shardings": built.shardings[0]}
+    check_same(model.params)
     state = create_state(model.params, built.optimizer, built.trainable, **options)
     seconds = None
     if not (workdir / "checkpoints" / str(config.loop.steps)).exists():
@@ -233,6 +236,24 @@ def make_loop(
     )
     hooks = validation_hooks(built, data, config.eval_every)
     return TrainLoop(loop, program, state, data.batches, workdir, hooks), built, seconds
+
+
+def check_same(params: dict) -> None:
+    """Check that all processes computed the same weights; each places its own part of them.
+
+    Raises:
+      ValueError: they did not.
+    """
+    if jax.process_count() == 1:
+        return
+    crc = 0
+    for leaf in flatten(params).values():
+        crc = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8), crc)
+    if len({*gathered(np.uint32(crc)).tolist()}) > 1:
+        raise ValueError(
+            "the processes computed different weights before training (prepare=...): make the "
+            "model in a run of one process first, and train that"
+        )
 
 
 def validation_hooks(built: Plan, data: Data, every: int) -> tuple[Hook, ...]:

@@ -5,6 +5,7 @@ A user's rule is `(regex, value)`; the regex is searched (not matched whole) in 
 strict in both directions, so that neither a renamed leaf nor a mistyped rule passes silently.
 """
 
+import collections
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.tree import Leaf, flatten, is_auxiliary
@@ -126,9 +128,28 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(data, fsdp, tensor, len(devices))
-    return jax.make_mesh(
-        sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(sizes)]
-    )
+    where = arranged(sizes, devices[: math.prod(sizes)])
+    return Mesh(where, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def arranged(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices as an array of the mesh's sizes: inner axes within a slice, if sizes allow.
+
+    A slice is a set of devices with fast connections, on GPUs a node (`slice_index`).
+    (jax.make_mesh takes one slice alone, and splits axes of a v5e's torus, but not of a v6e's.)
+    """
+    slices = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
+    outer, left = [], len(slices)
+    for size in sizes:
+        outer.append(math.gcd(size, left))
+        left //= outer[-1]
+    if left > 1 or len({*slices.values()}) > 1:  # no axis crosses slices evenly
+        return np.asarray(devices, object).reshape(sizes)
+    inner = [size // one for size, one in zip(sizes, outer, strict=True)]
+    if len(slices) == 1:
+        return mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
+    more = {"devices": devices, "allow_split_physical_axes": True}
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, **more)
 
 
 def abstract_mesh(*sizes: int) -> AbstractMesh:

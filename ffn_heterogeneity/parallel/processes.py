@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from ffn_heterogeneity.wording import first_line
 
@@ -69,7 +70,10 @@ def initialize(how: str) -> None:
         ) from error
     # XLA:CPU loses the order of collectives in and around a loop if a program comes from the cache:
     # one process then sums while another gathers, and both wait forever (jaxlib 0.10.2).
-    if jax.default_backend() == "cpu":
+    # GPUs of several nodes compile together: all must find a program in the cache, or none. Only
+    # who names a directory knows that the nodes share it.
+    alone = jax.process_count() == 1 or "JAX_COMPILATION_CACHE_DIR" in os.environ
+    if jax.default_backend() == "cpu" or (jax.default_backend() == "gpu" and not alone):
         jax.config.update("jax_enable_compilation_cache", False)
 
 
@@ -122,6 +126,15 @@ def answer(line: str) -> None:
     """Print a result on standard output, once for all processes."""
     if is_main():
         print(line, flush=True)
+
+
+def gathered(value: Any) -> np.ndarray:
+    """A number (at most 32 bits) of every process, [processes]; all must call it."""
+    if jax.process_count() == 1:
+        return np.asarray([value])
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(np.asarray(value))).reshape(-1)
 
 
 def on_main(function: Callable[[], Any]) -> Any:

@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import cut, local_rows, place_batch, place_scalars
-from ffn_heterogeneity.parallel.processes import say
+from ffn_heterogeneity.parallel.processes import gathered, say
 from ffn_heterogeneity.train.hardware import GIB, memory_of
 from ffn_heterogeneity.train.plan import Plan
 from ffn_heterogeneity.train.state import TrainState
@@ -115,6 +114,8 @@ def _first_that_fits(
     for remat, accumulation in choices:
         made = plan.changed(remat, accumulation)
         compiled, memory = compile_step(made, state)
+        if state is not None:  # compilers need not agree near the limit, and the program is one
+            memory["together"] = float(gathered(np.float32(memory["together"])).max())
         if memory["together"] <= room:
             break
     return made, compiled, memory
@@ -157,9 +158,7 @@ def described(plan: Plan, steps: int) -> str:
 def _room(plan: Plan) -> float:
     """Memory of a device; of several processes the least, so that all choose the same program."""
     have = memory_of(plan.mesh.local_devices)
-    if jax.process_count() == 1:
-        return have
-    return float(np.min(multihost_utils.process_allgather(np.float32(have))))
+    return float(gathered(np.float32(have)).min())
 
 
 def compile_checked(plan: Plan, state: TrainState) -> tuple[Plan, float]:

@@ -24,6 +24,7 @@ from ffn_heterogeneity.models.linear import scaled
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, rotary_tables
 from ffn_heterogeneity.models.stack import layer_leaves
+from ffn_heterogeneity.parallel.partition import abstract_mesh, run_shardings
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -337,6 +338,11 @@ def test_kernel_choice_is_static_and_says_no_clearly():
     ):
         options = dataclasses.replace(half, platform=platform)
         assert with_kernel(options, config, length, in_order).attention == expected
+    # cuDNN's partitioning needs whole key heads on each device.
+    cut = dataclasses.replace(half, platform="gpu", **run_shardings(abstract_mesh(1, 1, 8)))
+    assert CONFIG.n_kv_heads % 8 and with_kernel(cut, CONFIG, 256).attention == "xla"
+    with pytest.raises(ValueError, match="mesh.tensor does not divide"):
+        with_kernel(dataclasses.replace(cut, attention="cudnn"), CONFIG, 256)
     for name, config, length, message in (
         ("cudnn", capped, 256, "no soft-cap"),
         ("splash", CONFIG, 300, "length a multiple of 128, got 300"),

@@ -1,5 +1,7 @@
 """Path rules: order, strictness in both directions, declarations of a full model."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -106,6 +108,48 @@ def test_what_changes_its_meaning_with_some_of_the_neurons():
     lost = (Leaf(("own",), numbers="neurons"), Leaf(("d_model",), sums=("neurons",)))
     lost += (Leaf(("half", "out")).beside(Leaf(("neurons", "d_model"))),)
     assert all(leaf.depends_on("neurons") for leaf in lost)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "node_of"),
+    [
+        ((1, 32, 1), lambda data, fsdp, tensor: fsdp // 8),
+        ((4, 8, 1), lambda data, fsdp, tensor: data),
+        ((2, 8, 2), lambda data, fsdp, tensor: 2 * data + fsdp // 4),
+        ((1, 4, 8), lambda data, fsdp, tensor: fsdp),
+    ],
+)
+def test_inner_axes_stay_within_a_node(sizes, node_of):
+    """32 GPUs of four nodes: JAX calls each node a slice, and its make_mesh takes one alone."""
+    gpus = [
+        SimpleNamespace(id=i, slice_index=i // 8, platform="gpu", device_kind="H100")
+        for i in range(32)
+    ]
+    made = partition.arranged(sizes, gpus)
+    assert made.shape == sizes and {one.id for one in made.ravel()} == {*range(32)}
+    assert all(one.slice_index == node_of(*at) for at, one in np.ndenumerate(made))
+    assert partition.arranged((5, 1, 1), gpus[:5]).shape == (5, 1, 1)  # a part of one node
+    assert partition.arranged((3, 4, 1), gpus[:12]).shape == (3, 4, 1)  # of unequal parts
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite"])
+@pytest.mark.parametrize("sizes", [(1, 16, 4), (4, 16, 1), (1, 32, 2), (64, 1, 1)])
+def test_axes_split_those_of_a_torus(kind, sizes):
+    chips = [
+        SimpleNamespace(
+            id=8 * y + x,
+            coords=(x, y, 0),
+            core_on_chip=0,
+            slice_index=0,
+            process_index=4 * (y // 2) + x // 2,
+            platform="tpu",
+            device_kind=kind,
+        )
+        for y in range(8)
+        for x in range(8)
+    ]
+    made = partition.arranged(sizes, chips)
+    assert made.shape == sizes and {one.id for one in made.ravel()} == {*range(64)}
 
 
 def test_mesh_larger_than_the_machine():

@@ -121,6 +121,24 @@ def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path, data):
         assert shares[0] == shares[1] and len(shares[0]) == 3
 
 
+@pytest.mark.slow
+def test_a_work_directory_that_one_process_does_not_see(tmp_path):
+    """Else its checkpoints would lack that process's parts."""
+    save_pretrained(LLAMA, random_params(LLAMA), tmp_path / "model", tokenizer=byte_tokenizer())
+    (tmp_path / "text.txt").write_text(TEXT)
+    settings = {"data.path": tmp_path / "text.txt", "steps": 2, "seq_len": 32, "batch_size": 2}
+    config = f"configs/nucl_finetune.py:{tmp_path}/model,text"
+    address, logs = free_address(), [tmp_path / f"{i}.log" for i in range(2)]
+    running = []
+    for i, log in enumerate(logs):
+        flags = flags_of(config, tmp_path / f"disk {i}", **settings)
+        flags.append(f"--distributed={address},2,{i}")
+        running.append(start("scripts/train.py", *flags, log=log))
+    assert end(running, logs) == [2, 2]
+    assert all("processes 1 do not see the work directory" in log.read_text() for log in logs)
+    assert not (tmp_path / "disk 0").exists()
+
+
 def test_local_rows_of_one_process_are_all_rows_and_uneven_ones_are_named():
     mesh = partition.make_mesh()
     assert local_rows(partition.batch_sharding(mesh), 6, 2) == list(range(6))

@@ -127,7 +127,8 @@ def test_describe_refuses():
 def test_a_mesh_of_eight_devices_holds_what_is_described():
     """The bytes that lie on each fake device, from a process that has eight."""
     own = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    own |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(REPOSITORY)}
+    own |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    own |= {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))}
     told = subprocess.check_output([sys.executable, __file__], env=os.environ | own)
     found = json.loads(told.splitlines()[-1])
     assert set(found) == set(OPTIMIZERS)
