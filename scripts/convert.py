@@ -1,11 +1,8 @@
 """Converts any readable model into a Hugging Face directory of safetensors, or a GGUF file.
 
-Example:
+Example (`--config.model`: a directory, a .gguf file, a preset or a hub id):
   python scripts/convert.py --config.model=smollm2.gguf --config.dtype=bfloat16 --output=smollm2
   python scripts/convert.py --config.model=runs/pruned/model --config.type=q8_0 --output=small.gguf
-
-`--config.model` is a directory, a .gguf file, a preset or a hub id. For FFNs of unequal width,
-`--config.export=padded` adds zero neurons for transformers; `deci` is NVIDIA's `block_configs`.
 """
 
 import re
@@ -28,32 +25,30 @@ _PUSH = flags.DEFINE_string("config.push", "", "<owner>/<name>: to the Hugging F
 _TYPE = flags.DEFINE_enum("config.type", "f16", tuple(TYPES), "Of a .gguf file's matrices.")
 _TOKENIZER = flags.DEFINE_bool("config.tokenizer", True, "With the tokenizer.")
 _DTYPE = flags.DEFINE_enum("config.dtype", "as_read", compress.DTYPES, "Type of the weights.")
-_EXPORT = flags.DEFINE_enum("config.export", "auto", EXPORTS, "Form of the checkpoint.")
+_EXPORT = flags.DEFINE_enum("config.export", "auto", EXPORTS, "Of FFNs of unequal width.")
 _PEFT = flags.DEFINE_string("config.peft", "", "PEFT's base model: writes adapters alone.")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an existing directory.")
-_WHOLE = ("gguf", "directory")  # outputs that have a tokenizer
 _OLD = r"^--?(no)?(model|revision|push|type|tokenizer|dtype|export|peft)(?=$|=)"  # without config.
 
 
 def main() -> None:
     kind = "peft" if _PEFT.value else "gguf" if _OUTPUT.value.endswith(".gguf") else "directory"
-    for flag, kinds in ((_TYPE, ("gguf",)), (_EXPORT, ("directory",)), (_TOKENIZER, _WHOLE)):
+    for flag, kinds in (_TYPE, "gguf"), (_EXPORT, "directory"), (_TOKENIZER, "directory or gguf"):
         if flag.present and kind not in kinds:
-            raise ValueError(f"--{flag.name} is for output as {' or '.join(kinds)}, this is {kind}")
+            raise ValueError(f"--{flag.name} is for output as {kinds}, this is {kind}")
     if _PUSH.value:
         check_repository(_PUSH.value, _OUTPUT.value)
-    dtype = None if _DTYPE.value == "as_read" else _DTYPE.value
+    dtype = {"as_read": None}.get(_DTYPE.value, _DTYPE.value)
     model = load_model(_MODEL.value, revision=_REVISION.value, dtype=dtype)
-    given, output = (model.config, model.params, _OUTPUT.value), _OUTPUT.value
-    tokenizer = model.tokenizer if _TOKENIZER.value else None
-    options = {"overwrite": _OVERWRITE.value}
-    if _PEFT.value:
-        save_adapters(*given, _PEFT.value, **options)
-    elif _OUTPUT.value.endswith(".gguf"):
-        options |= {"tokenizer": tokenizer, "type": _TYPE.value, "source": model.source}
-        output = save_gguf(*given, **options)
+    over, output = {"overwrite": _OVERWRITE.value}, _OUTPUT.value
+    given = (model.config, model.params, output)
+    whole = {"tokenizer": model.tokenizer if _TOKENIZER.value else None} | over
+    if kind == "peft":
+        save_adapters(*given, _PEFT.value, **over)
+    elif kind == "gguf":
+        output = save_gguf(*given, **whole, type=_TYPE.value, source=model.source)
     else:
-        output = save_pretrained(*given, **options, tokenizer=tokenizer, export=_EXPORT.value)
+        output = save_pretrained(*given, **whole, export=_EXPORT.value)
     print(f"{model.source} -> {output}: {model.config.family}, {parameters_text(model.config)}")
     print(loads_in(output))
     if _PUSH.value:

@@ -115,7 +115,7 @@ def with_kernel(
         return dataclasses.replace(options, attention="xla" if name == "auto" else name)
     if name == "cudnn" and config.attention_softcap is not None:
         raise ValueError("cuDNN attention has no soft-cap: use attention='auto' or 'xla'")
-    if name == "cudnn" and not _cuts_key_heads(config, options):
+    if name == "cudnn" and not _whole_key_heads(config, options):
         raise ValueError(
             f"cuDNN attention: mesh.tensor does not divide {config.n_kv_heads} key heads: use "
             "attention='auto' or 'xla'"
@@ -135,8 +135,7 @@ def with_kernel(
     if name == "auto":
         half = options.compute_dtype in (jnp.bfloat16, jnp.float16)
         fits_cudnn = config.attention_softcap is None and config.head_dim % 8 == 0
-        fits_cudnn &= config.head_dim <= _largest_head()
-        fits_cudnn &= _cuts_key_heads(config, options)
+        fits_cudnn &= config.head_dim <= _largest_head() and _whole_key_heads(config, options)
         # With a mask, rows of odd lengths have no gradient there; one token (decoding) needs none.
         fits_cudnn &= length == 1 or length % 2 == 0
         name = "xla"
@@ -147,7 +146,7 @@ def with_kernel(
     return dataclasses.replace(options, attention=name)
 
 
-def _cuts_key_heads(config: ModelConfig, options: RunOptions) -> bool:
+def _whole_key_heads(config: ModelConfig, options: RunOptions) -> bool:
     """Whether each device of a mesh has whole key heads, as cuDNN's partitioning needs."""
     mesh = getattr(options.activations, "mesh", None)
     return mesh is None or config.n_kv_heads % mesh.shape["tensor"] == 0
