@@ -104,7 +104,7 @@ def tasks(shrunk: Frame) -> Frame:
 def shares(shrunk: Frame) -> Frame:
     """Added NLL as a share of what entropy adds, at the same size."""
     index, columns = ["model", "removed", "method", "place"], {}
-    if shrunk.empty:
+    if {WHOLE, ENTROPY} - {*shrunk.method}:
         return c.table(shrunk, index, columns)
     for text, rows in losses(shrunk).items():
         means = rows.groupby(index, sort=False, dropna=False)["value"].mean()

@@ -154,6 +154,20 @@ def test_masks_and_factors_count():
     np.testing.assert_allclose(one["hidden"], other["hidden"], atol=2e-4)
 
 
+def test_own_text_that_repeats_itself_is_named(caplog, monkeypatch):
+    looping = np.array([9, *([1, 2, 3, 4] * 3)])  # of 9 runs of four tokens 4 are distinct
+    assert own_text.repeated([looping, np.arange(12)]) == pytest.approx(5 / 17)
+    assert own_text.repeated([np.arange(3)]) == 0
+    model = model_of()
+    own_rows(model, 40)
+    assert "repeats itself" not in caplog.text
+    head = np.zeros_like(model.params["head"]["kernel"])
+    head[:, 5] = 100 * np.sign(np.asarray(model.params["final_norm"]["scale"]))  # 5, or token 6
+    head[:, 6] = -head[:, 5]
+    own_rows(dataclasses.replace(model, params={**model.params, "head": {"kernel": head}}), 40)
+    assert "repeats itself" in caplog.text and "give calibration=<text>" in caplog.text
+
+
 @pytest.mark.parametrize("method", ["state_ridge", "bias"])
 def test_a_layer_that_stays_is_left_alone(method):
     """Biases of 0, which other layers get for the format, do not change them."""
