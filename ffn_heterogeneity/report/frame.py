@@ -221,7 +221,8 @@ def units(run: str, spec: str) -> dict[Any, float]:
     try:
         if name.endswith(".jsonl"):
             rows = [parse_object(line, place) for line in lines_of(text)]
-            return {row["doc_id"]: float(row[key]) for row in rows if key in row}
+            named = ((row["doc_id"], row.get(_metric(row, key))) for row in rows)
+            return {question: float(value) for question, value in named if value is not None}
         results = parse_object(text or "{}", place)
         part = re.fullmatch(r"(\w+)\[(\d+):(\d+)\]", key)
         its = slice(int(part[2]), int(part[3])) if part else slice(None)
@@ -231,6 +232,15 @@ def units(run: str, spec: str) -> dict[Any, float]:
         return {(documents[i], i): x for i, x in values.items()} if documents else values
     except (TypeError, LookupError, OverflowError) as error:
         raise ValueError(f"{place}: {key} is no number a row ({error})") from None
+
+
+def _metric(row: Mapping[str, Any], key: str) -> str:
+    """The metric of a sample that `key` names: of the harness's filters each has its own samples.
+
+    "exact_match_strict-match" is exact_match in the samples of the filter strict-match.
+    """
+    made_by = row.get("filter", "none")
+    return key if made_by == "none" else key.removesuffix(f"_{made_by}") if made_by in key else ""
 
 
 def _object(path: str, texts: files.Texts, name: str) -> dict[str, Any]:

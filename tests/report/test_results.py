@@ -61,6 +61,14 @@ def test_the_units_of_an_archive_that_was_written_again(tmp_path):
     sample = json.dumps({"doc_id": 4, "text": "a\u2028b", "acc": 1.0}, ensure_ascii=False)
     (tmp_path / "run/samples/boolq.jsonl").write_text(sample + "\n")
     assert frames.units(str(tmp_path / "run"), "samples/boolq.jsonl:acc") == {4: 1.0}
+    scores = {"strict-match": 0.0, "flexible-extract": 1.0}  # of one answer, by two filters
+    samples = ({"doc_id": 4, "filter": name, "exact_match": x} for name, x in scores.items())
+    path = tmp_path / "run/samples/gsm8k.jsonl"
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    for name, score in scores.items():
+        spec = f"samples/gsm8k.jsonl:exact_match_{name}"
+        assert frames.units(str(tmp_path / "run"), spec) == {4: score}
+    assert frames.units(str(tmp_path / "run"), "samples/gsm8k.jsonl:exact_match") == {}
 
 
 def test_metrics_may_be_longer_than_other_files(tmp_path, monkeypatch):
