@@ -1,6 +1,6 @@
 """Converts any readable model into a Hugging Face directory of safetensors, or a GGUF file.
 
-Example (`--config.model`: a directory, a .gguf file, a preset or a hub id):
+Reads a directory, a .gguf file, a preset or a hub id. Example:
   python scripts/convert.py --config.model=smollm2.gguf --config.dtype=bfloat16 --output=smollm2
   python scripts/convert.py --config.model=runs/pruned/model --config.type=q8_0 --output=small.gguf
 """

@@ -51,14 +51,14 @@ def files(tmp_path_factory):
 
 def write(root):
     save_tiny_reader(root / "llama", "llama")
-    write_halves(root, rows=48)
+    write_halves(root, rows=48, held_out=48)
     return root
 
 
 def config_for(files, pieces=ALL, **changes):
     settings = {
         "data__path": str(files / "rows.jsonl"),
-        "data__validation_path": str(files / "rows.jsonl"),
+        "data__validation_path": str(files / "held_out.jsonl"),
         "fields": "sentence",
         "lengths": (32,),
         "together": 1,
@@ -288,7 +288,7 @@ def test_fusion_of_shapes_is_that_of_weights(family, method):
 def test_a_mixtral_trains_with_all_pieces(files, tmp_path):
     """Finite losses; masks act in training alone, and on the massive expert alone."""
     save_tiny_reader(tmp_path / "llama", "mixtral")
-    write_halves(tmp_path, rows=16)
+    write_halves(tmp_path, rows=16, held_out=16)
     losses = ("nucl", "jreg", "load_balance")
     config = config_for(tmp_path, ("fuse", "dora", "macdrop", "p32", *losses), steps=2)
     results = training.run(config, tmp_path / "run")

@@ -37,7 +37,8 @@ def files(tmp_path_factory):
     spans = dataclasses.replace(config, vocab_size=360)  # with sentinels
     save_pretrained(spans, random_params(spans), root / "spans", tokenizer=byte_tokenizer())
     rows = [{"sentence": "pq"[i % 2] * (3 + i % 3), "label": i % 2} for i in range(24)]
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("rows.jsonl", "held_out.jsonl"):  # one file is not read for both
+        (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "text.txt").write_text("some words of a text, again and again. " * 60)
     return root
 
@@ -76,7 +77,8 @@ def ran(files, method, **changes):
     workdir = files / "runs" / method
     config = config_of("switch", f"{files / 'm'},sst2,{method}", layers=SPARSE)
     with config.unlocked():
-        config.data.path = config.data.validation_path = str(files / "rows.jsonl")
+        config.data.path = str(files / "rows.jsonl")
+        config.data.validation_path = str(files / "held_out.jsonl")
         config.lengths, config.calibration = (LENGTH,), str(files / "text.txt")
         for name in config.stages:
             if config[name].kind == "train":

@@ -10,6 +10,7 @@ on scripts/sweep.py --config=configs/prune_table.py --sweep=shrink, with a direc
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ffn_heterogeneity.report import cells as c
@@ -25,12 +26,16 @@ NAMES = {
     "optipfair": "hybrid",
     "optipfair, state_ridge": "hybrid + state_ridge",
 }
+OWN = ("", "own", "own_text.jsonl")  # self-generated text; the tables name others
 KEYS = ("surgery", "criterion", "compensation", "ratio", "blocks", "calibration", "seed")
 FREE = (*KEYS, "budget", "layers", "calibration_tokens", "method", "removed", "fewer")
+# Losses are of all windows, whatever the tasks of the same run.
+LOSSES = (*FREE, "limit", "generation_batch_size", "allow_code_execution")
 LABELS = ["model", "removed", "method", "fewer", "place"]
 STAGE = r"(?:^|/)[^/]+/\d+_\w+$"  # of a job of configs/shrink.py
 AFTER = "perplexity_after"
 TASKS = {name: (task, None) for name, task in (("MBPP", "mbpp"), ("GSM8K", "gsm8k"))}
+LEAST = 0.1  # nats
 BLOCKS, ENTROPY, WHOLE = "whole blocks", "entropy", "unpruned"
 OURS = NAMES["optipfair, state_ridge"]
 
@@ -42,7 +47,10 @@ def shrunk(runs: Frame) -> Frame:
     whole, deep = rows.criterion == "none", rows.surgery == "drop_layers"
     plain = rows.compensation.fillna("none") == "none"
     rules = rows.criterion.where(plain, rows.criterion + ", " + rows.compensation.astype(str))
+    text = rows.calibration.fillna("").map(os.path.basename)
+    other = text.mask(text.isin(OWN) | whole, "")
     method = rules.replace(NAMES).mask(deep, BLOCKS).mask(whole, WHOLE)
+    method += (" on " + other).where(other != "", "")
     lost = rows[rows.what == "parameters_removed_percent"].groupby("run")["value"].mean()
     return rows.assign(
         method=method,
@@ -75,7 +83,7 @@ def compared(shrunk: Frame) -> Frame:
     for text, rows in losses(shrunk).items():
         columns[text] = c.cells(rows, LABELS)
         base, on = rows[rows.method == ENTROPY], ["model", "removed", "place"]
-        columns[f"{text}, Δ vs entropy"] = c.against(rows, base, LABELS, on, FREE, c.paired_units)
+        columns[f"{text}, Δ vs entropy"] = c.against(rows, base, LABELS, on, LOSSES, c.paired_units)
     return c.table(shrunk, LABELS, columns)
 
 
@@ -84,7 +92,7 @@ def overall(shrunk: Frame) -> Frame:
     rows, columns = shrunk[shrunk.what == "nll"], {}
     for base in (ENTROPY, OURS):
         sides = rows, rows[rows.method == base], LABELS, ["model", "removed", "place"]
-        columns[f"Δ vs {base}"] = c.against(*sides, FREE, c.paired_units)
+        columns[f"Δ vs {base}"] = c.against(*sides, LOSSES, c.paired_units)
     return c.table(shrunk, LABELS, {"NLL": "nll"} | columns)
 
 
@@ -102,7 +110,7 @@ def tasks(shrunk: Frame) -> Frame:
 
 
 def shares(shrunk: Frame) -> Frame:
-    """Added NLL as a share of what entropy adds, at the same size."""
+    """Added NLL as a share of what entropy adds, at the same size, if it adds `LEAST`."""
     index, columns = ["model", "removed", "method", "place"], {}
     if {WHOLE, ENTROPY} - {*shrunk.method}:
         return c.table(shrunk, index, columns)
@@ -112,5 +120,6 @@ def shares(shrunk: Frame) -> Frame:
         added = means - means.index.get_level_values("model").map(dense)
         base = added.xs(ENTROPY, level="method").groupby(["model", "removed"]).mean()
         keys = [added.index.get_level_values(name) for name in ("model", "removed")]
+        base = base.where(base >= LEAST)  # of next to nothing there are no shares
         columns[text] = added / [base.get(key) for key in zip(*keys, strict=True)]
     return c.table(shrunk, index, columns)

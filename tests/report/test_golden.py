@@ -188,6 +188,7 @@ KEPT = {
         "compared",
         "overall",
         "shares",
+        "tasks",
         "job",
     ),
     (str(REPOSITORY / "docs/studies/switch.py"), "switch-*", "switch"): (
