@@ -6,6 +6,7 @@ Command:   python scripts/benchmark.py nucl | nll | model [--config.peer=transfo
            python scripts/benchmark.py fusion --config.model=switch_base_16 --config.batch=4 \
              --config.seq_len=100 --config.optimizer=sgd --config.methods="('fusion',)"
            python scripts/benchmark.py model --config.calls="('train step','train step + JREG')"
+           python scripts/benchmark.py model --config.model=<smaller> --config.beside=<whole>
            python scripts/benchmark.py steps --config.batch=8 --config.seq_len=128 \
              --config.configs="('configs/five.py:<model>,mrpc', ...:<model>,mrpc,fuse,dora')"
            python scripts/benchmark.py steps --config.compute_dtype=bfloat16 \
