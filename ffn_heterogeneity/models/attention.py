@@ -147,7 +147,7 @@ def with_kernel(
 
 
 def _whole_key_heads(config: ModelConfig, options: RunOptions) -> bool:
-    """Whether each device of a mesh has whole key heads, as cuDNN's partitioning needs."""
+    """True if each device of a mesh has whole key heads, as cuDNN's partitioning needs."""
     mesh = getattr(options.activations, "mesh", None)
     return mesh is None or config.n_kv_heads % mesh.shape["tensor"] == 0
 

@@ -69,9 +69,10 @@ def method_of(criterion, reverse, compensation, protect, lose, calibration, toke
 
 def size_of(ratio: Any, count: Any, budget: Any) -> str:
     """Text of a removal's size: a number of neurons, else "25%"; and of a global budget."""
-    size = f"{count:g} neurons" if pandas.notna(count) else ""
-    size = size or (f"{100 * ratio:g}%" if pandas.notna(ratio) else "")
-    return ", ".join([x for x in (size, "global" if budget == "global" else "") if x]) or "-"
+    size = "-" if pandas.isna(ratio) else f"{100 * ratio:g}%"
+    if pandas.notna(count):
+        size = f"{count:g} neurons"
+    return f"{size}, global" if budget == "global" else size
 
 
 def removals(runs: Frame) -> Frame:

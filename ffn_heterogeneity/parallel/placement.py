@@ -1,11 +1,12 @@
 """Transfer of arrays between host and devices, with one or several processes."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 
 def local_rows(sharding: NamedSharding, batch_size: int, accumulation: int) -> list[int]:
@@ -69,14 +70,15 @@ def to_host(tree: Any) -> Any:
             return np.asarray(leaf)
         if leaf.is_fully_replicated:
             return np.asarray(leaf.addressable_data(0))
-        whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        from jax.experimental import multihost_utils
+
+        gather = functools.partial(multihost_utils.process_allgather, tiled=True)
         if leaf.ndim < 3:
-            return np.asarray(jax.jit(lambda x: x, out_shardings=whole)(leaf).addressable_data(0))
-        # Layer by layer: a device has room for one, beside its part of the state.
-        one = jax.jit(lambda x, i: x[i], out_shardings=whole)
+            return np.asarray(gather(leaf))
+        # Layer by layer: a device has room for one in addition to its part of the state.
         made = np.empty(leaf.shape, leaf.dtype)
         for i in range(len(leaf)):
-            made[i] = one(leaf, i).addressable_data(0)
+            made[i] = gather(jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False))
         return made
 
     return jax.tree.map(fetch, tree)

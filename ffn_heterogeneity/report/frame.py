@@ -240,7 +240,10 @@ def _metric(row: Mapping[str, Any], key: str) -> str:
     "exact_match_strict-match" is exact_match in the samples of the filter strict-match.
     """
     made_by = row.get("filter", "none")
-    return key if made_by == "none" else key.removesuffix(f"_{made_by}") if made_by in key else ""
+    if made_by == "none":
+        return key
+    metric = key.removesuffix(f"_{made_by}")
+    return metric if metric != key else ""
 
 
 def _object(path: str, texts: files.Texts, name: str) -> dict[str, Any]:
