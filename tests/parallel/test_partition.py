@@ -122,14 +122,14 @@ def test_what_changes_its_meaning_with_some_of_the_neurons():
 def test_inner_axes_stay_within_a_node(sizes, node_of):
     """32 GPUs of four nodes: JAX calls each node a slice, and its make_mesh takes one alone."""
     gpus = [
-        SimpleNamespace(id=i, slice_index=i // 8, platform="gpu", device_kind="H100")
+        SimpleNamespace(id=i, slice_index=i % 4, platform="gpu", device_kind="H100")
         for i in range(32)
     ]
     made = partition.arranged(sizes, gpus)
     assert made.shape == sizes and {one.id for one in made.ravel()} == {*range(32)}
     assert all(one.slice_index == node_of(*at) for at, one in np.ndenumerate(made))
-    assert partition.arranged((5, 1, 1), gpus[:5]).shape == (5, 1, 1)  # a part of one node
-    assert partition.arranged((3, 4, 1), gpus[:12]).shape == (3, 4, 1)  # of unequal parts
+    assert partition.arranged((8, 1, 1), gpus[::4]).shape == (8, 1, 1)  # one node
+    assert partition.arranged((5, 1, 1), gpus[:5]).shape == (5, 1, 1)  # unequal parts of nodes
 
 
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite"])
