@@ -93,7 +93,7 @@ def _merge_experts() -> dict:
         "residual": Merging.residual,  # of resmoe: pruned: the largest entries | svd: two factors
         # Of resmoe: of the residuals' parameters that is stored (exact: 1 if pruned, 2 with svd).
         "share": Merging.share,
-        # A text file, own for self-generated text, or the own_text.jsonl of an earlier run.
+        # A text file, own or own_chat (self-generated), or the own_text.jsonl of an earlier run.
         "calibration": Merging.calibration,
         "calibration_tokens": placeholder(int),  # 2,048 of a text, 8,192 of self-generated text
         "seed": Merging.seed,  # of self-generated text

@@ -47,7 +47,7 @@ def get_config() -> ConfigDict:
             "rewind": Fusion.rewind,
             # Then: none | state_ridge (ours) | gram | bias, with the keys of configs/prune.py.
             "compensation": Fusion.compensation,
-            # of the compensation: own | a UTF-8 text | an own_text.jsonl
+            # of the compensation: own | own_chat | a UTF-8 text | an own_text.jsonl
             "calibration": Fusion.calibration,
             "calibration_tokens": placeholder(int),  # default: 2,048; own: 8,192
             # on the states of the model compensated so far (ours), not on the dense model's

@@ -30,8 +30,9 @@ def get_config() -> ConfigDict:
             # |h|, over calibration text) | optipfair (its hybrid) | wanda_sp | flap (||h|| and its
             # variance, times outgoing norms); reverse turns the order round.
             "criterion": Removal.criterion,
-            # own: what the model itself writes, no data at all; a UTF-8 text, from its beginning;
-            # or the own_text.jsonl that such a run leaves in its work directory
+            # own: what the model itself writes, no data at all; own_chat: the same in its chat
+            # template (it asks and answers); a UTF-8 text, from its beginning; or the
+            # own_text.jsonl that such a run leaves in its work directory
             "calibration": Removal.calibration,
             "calibration_tokens": placeholder(int),  # default: 2,048; own: 8,192
             # Who goes last: bos:5 (of each layer the 5 with the largest |h| on bos) | massive:5 (of

@@ -9,6 +9,7 @@ Command:   python scripts/sweep.py --config=configs/prune_table.py --sweep=crite
            --sweep=own: rules on text that the model itself writes (or on `calibrations`, where an
            own_text.jsonl saves writing it again), plain and with the compensation
            state_ridge; --sweep=tokens: the hybrid on more and less of it
+           --sweep=reach: the hybrid with state_ridge on three lengths of each of `calibrations`
            --sweep=shrink: what people use (Wanda-sp, FLAP, whole blocks) and ours, on such text
            --sweep=blocks: each whole block alone goes, or all from one on (exits at every depth)
            --sweep=needed: does entropy need the neurons that it leaves alone? Some are lost too
@@ -166,6 +167,15 @@ def tokens(config: ConfigDict):
     return product(hybrid, texts, {"calibration_tokens": sizes}, chain(*WAYS))
 
 
+def reach(config: ConfigDict):
+    """Our default rule on three lengths of each text: what if it is self-generated?"""
+    ours = point("hybrid", {"criterion": "optipfair", "compensation": "state_ridge"})
+    texts = _named(config.calibrations or ("own",))
+    entropy = point("entropy", {"criterion": "entropy"})
+    lengths = product(ours, {"calibration_tokens": (2048, 8192, 32768)}, texts)
+    return chain(UNPRUNED, entropy, lengths)
+
+
 def _named(texts: Sequence[str]) -> Sweep:
     names = [os.path.basename(text) for text in texts]
     if len(set(names)) < len(names):  # runs/own-0/own_text.jsonl, runs/own-1/own_text.jsonl
@@ -190,6 +200,7 @@ SWEEPS = {
     "rivals": rivals,
     "own": own,
     "tokens": tokens,
+    "reach": reach,
     "shrink": shrink,
     "blocks": blocks,
     "needed": chain(

@@ -2,8 +2,9 @@
 
     python docs/expert_texts.py <folder of data sets> runs/kinds
 
-writes train/<kind>.jsonl ({"text"} a line), validation/<kind>.txt and calibration.txt (training
-documents, one of each kind in turn). Five kinds: encyclopedia (WikiText-2), novels (Project
+writes train/<kind>.jsonl ({"text"} a line), validation/<kind>.txt, calibration.txt (training
+documents, one of each kind in turn) and calibration/<kind>.txt (training documents in random
+order). Five kinds: encyclopedia (WikiText-2), novels (Project
 Gutenberg), web (C4, FineWeb-Edu, news of LongBench), math (GSM8K), code (MBPP, Code-Alpaca, and
 the prompts of LongBench's two code tasks). The folder has one subfolder per data set. Validation:
 articles, a novel and questions of test sets; every 20th document of web and code.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -97,13 +99,15 @@ def upto(documents: list[str], characters: int) -> str:
 def main(data: str, out: str) -> None:
     """Write the files and print how large they are."""
     texts, folder = kinds(Path(data)), Path(out)
-    for name in ("train", "validation"):
+    for name in ("train", "validation", "calibration"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for kind, (train, held_out) in texts.items():
         written = "".join(json.dumps({"text": text}) + "\n" for text in train)
         (folder / f"train/{kind}.jsonl").write_text(written)
         validation = upto(held_out, CHARS)
         (folder / f"validation/{kind}.txt").write_text(validation)
+        drawn = random.Random(0).sample(train, len(train))
+        (folder / f"calibration/{kind}.txt").write_text(upto(drawn, CALIBRATION_CHARS))
         sizes = f"{sum(map(len, train)):,} characters in {len(train):,} documents"
         print(f"{kind}: {sizes}, {len(validation):,} held out")
     mixed = itertools.chain(*zip(*(train for train, _ in texts.values()), strict=False))

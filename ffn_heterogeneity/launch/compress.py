@@ -27,7 +27,8 @@ from ffn_heterogeneity.io.workdir import stage_of
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.models.unused import check_leaves
 from ffn_heterogeneity.surgery import SURGERIES, Surgery
-from ffn_heterogeneity.surgery.calibration import OWN, write_rows
+from ffn_heterogeneity.surgery.calibration import write_rows
+from ffn_heterogeneity.surgery.own_text import OWN, WRITTEN
 from ffn_heterogeneity.surgery.streaming import check_streamed, compress_directory
 from ffn_heterogeneity.wording import check_choice
 
@@ -140,7 +141,7 @@ def check_config(config: ConfigDict) -> tuple[Surgery, Any]:
     check_choice("surgery", name, tuple(SURGERIES))
     settings = SURGERIES[name].read(config)
     text = config.get("calibration") or OWN
-    if text != OWN and not stage_of(text) and not epath.Path(text).exists():
+    if text not in WRITTEN and not stage_of(text) and not epath.Path(text).exists():
         raise ValueError(f"calibration={text}: no such file")
     if config.get("push"):
         check_repository(config.push)

@@ -13,12 +13,11 @@ from ffn_heterogeneity.data.sources import read_utf8
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.read import parse_object, read_text
-from ffn_heterogeneity.surgery.own_text import own_rows
+from ffn_heterogeneity.surgery.own_text import WINDOW, WRITTEN, own_rows
 from ffn_heterogeneity.surgery.states import METHODS
 
 # Default number of tokens of a text file, and of self-generated text.
-OWN, TOKENS, OWN_TOKENS = "own", 2048, 8192
-WINDOW = 512
+TOKENS, OWN_TOKENS = 2048, 8192
 KEPT = ".jsonl"
 
 
@@ -45,7 +44,7 @@ def check_text(who: str, calibration: str, tokens: int | None) -> None:
     if who and not calibration:
         raise ValueError(
             f"{who} needs calibration text: give --config.calibration=<text file>, or "
-            "own for self-generated text"
+            "own (own_chat) for self-generated text"
         )
     if tokens is not None and tokens < WINDOW:
         raise ValueError(f"calibration_tokens={tokens}: at least {WINDOW}")
@@ -55,7 +54,7 @@ def expected_tokens(calibration: str, tokens: int | None) -> float:
     """Number of tokens that `calibration_rows` will return; infinity if only the file says it."""
     if tokens is None and calibration.endswith(KEPT):
         return math.inf
-    return tokens or (OWN_TOKENS if calibration == OWN else TOKENS)
+    return tokens or (OWN_TOKENS if calibration in WRITTEN else TOKENS)
 
 
 def calibration_rows(
@@ -67,16 +66,16 @@ def calibration_rows(
     encoder-decoder's end with eos, and have no bos.
 
     Args:
-      calibration: a UTF-8 text file; "own" for self-generated text (`own_text.own_rows`); or a
-        .jsonl file of rows that `write_rows` saved.
+      calibration: a UTF-8 text file; "own" or "own_chat" for self-generated text
+        (`own_text.own_rows`); or a .jsonl file of rows that `write_rows` saved.
       tokens: how many tokens to take from the start; of a text file a multiple of 512. None: 2,048
         of a text file, 8,192 of self-generated text, all of saved rows.
 
     Raises:
       ValueError: no tokenizer, a text that is too short, rows of another model, or as `own_rows`.
     """
-    if calibration == OWN:
-        return own_rows(model, tokens or OWN_TOKENS, seed)
+    if calibration in WRITTEN:
+        return own_rows(model, tokens or OWN_TOKENS, seed, calibration)
     if calibration.endswith(KEPT):
         return read_rows(model, calibration, tokens)
     if model.tokenizer is None:
@@ -115,6 +114,11 @@ def _encoder_rows(model: Model, path: str, tokens: int) -> list[np.ndarray]:
     window = min(WINDOW, model.config.row_limit - 2)
     parts = (ids[start : start + window] for start in range(0, tokens, window))
     return [np.asarray([*[first] * (not both), *part, last], np.int32) for part in parts]
+
+
+def written(calibration: str, rows: Sequence[np.ndarray] | None) -> dict:
+    """{"own_rows": rows} if the model wrote them, which a run then saves; else {}."""
+    return {"own_rows": rows} if calibration in WRITTEN and rows else {}
 
 
 def write_rows(path: Path, rows: Sequence[np.ndarray]) -> None:

@@ -19,7 +19,8 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import require_one_stack
 from ffn_heterogeneity.probes.displacement import DISPLACEMENT
 from ffn_heterogeneity.probes.observe import observe, token_batches
-from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_text
+from ffn_heterogeneity.surgery.calibration import calibration_rows, check_text, written
+from ffn_heterogeneity.surgery.own_text import OWN
 from ffn_heterogeneity.surgery.reduce import sizes_of
 from ffn_heterogeneity.surgery.selection import layer_subset
 from ffn_heterogeneity.surgery.truncate import with_blocks
@@ -59,7 +60,7 @@ def drop_layers(model: Model, settings: Mapping[str, Any] | Dropping, data=None,
 
     Returns:
       (the model, {"dropped": ascending, "psi": of every block, None if they are named, the numbers
-      of parameters, with calibration "own" also "own_rows": the text}).
+      of parameters, "own_rows" of self-generated text}).
 
     Raises:
       ValueError: no block would stay, two stacks, or a task's head that reads every block.
@@ -88,7 +89,7 @@ def drop_layers(model: Model, settings: Mapping[str, Any] | Dropping, data=None,
     shorter = with_blocks(model, [i for i in range(config.n_layers) if i not in dropped])
     report = dataclasses.asdict(asked) | sizes_of(config, shorter.config)
     report |= {"dropped": list(dropped), "psi": None if psi is None else psi.tolist()}
-    return shorter, report | ({"own_rows": rows} if rows and asked.calibration == OWN else {})
+    return shorter, report | written(asked.calibration, rows)
 
 
 def assumed_layers(settings: Mapping[str, Any]) -> str:

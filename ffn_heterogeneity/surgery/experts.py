@@ -16,7 +16,7 @@ from ffn_heterogeneity.models.walk import blocks_of
 from ffn_heterogeneity.probes.experts import expert_probe
 from ffn_heterogeneity.probes.observe import observe, token_batches
 from ffn_heterogeneity.surgery.attack import massive_weights
-from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_text
+from ffn_heterogeneity.surgery.calibration import calibration_rows, check_text, written
 from ffn_heterogeneity.surgery.expert_scores import ON_TEXT, RULES, bos_experts, expert_scores
 from ffn_heterogeneity.surgery.seen import BATCH, unvisited
 from ffn_heterogeneity.surgery.selection import layer_subset, removal_count
@@ -36,7 +36,8 @@ class ExpertRemoval:
       layers: as in `selection.layer_subset`; of them, those with experts.
       protect: "massive": experts with a massive weight stay (`expert_scores.bos_experts`).
       constant: a removed expert leaves its mean output on the text, with its column (MoNE).
-      calibration, calibration_tokens: as in `calibration.calibration_rows`; "own" uses the seed.
+      calibration, calibration_tokens: as in `calibration.calibration_rows`; self-generated
+        text uses the seed.
     """
 
     rule: str = "aimer"
@@ -82,8 +83,8 @@ def remove_experts(
     Returns:
       (the smaller model, {"removed_experts": one list per layer, "ranking": [{"layer",
       "experts"}], the experts of each layer from the last to go to the first, "tokens" per expert
-      of a rule on text, the numbers of experts and parameters before and after}); with calibration
-      "own" also the generated text under "own_rows".
+      of a rule on text, the numbers of experts and parameters before and after}); self-generated
+      text under "own_rows".
 
     Raises:
       ValueError: no experts, fewer router columns than top_k, more experts without tokens than are
@@ -104,7 +105,7 @@ def remove_experts(
             new[i] = {**new[i], "ffn": change.apply(i, ffn)}
     params = restack(change.config, {**tree, "layers": new})
     report = change.results()
-    report |= {"own_rows": rows} if asked.calibration == OWN and rows is not None else {}
+    report |= written(asked.calibration, rows)
     return dataclasses.replace(model, config=change.config, params=params), report
 
 

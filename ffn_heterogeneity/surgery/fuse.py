@@ -37,10 +37,10 @@ from ffn_heterogeneity.surgery import neurons, states
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.blockwise import check_fits, compensated
 from ffn_heterogeneity.surgery.calibration import (
-    OWN,
     calibration_rows,
     check_calibration,
     expected_tokens,
+    written,
 )
 from ffn_heterogeneity.surgery.entries import ENTRIES, MASKS, masked_out, weights
 from ffn_heterogeneity.surgery.kmeans import cluster
@@ -161,7 +161,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
         rows = calibration_rows(model, *given)
         smaller, reports = compensated(model, smaller, asked.compensation, rows, asked.sequential)
         compensation = {"compensation": asked.compensation, "compensated": reports}
-        compensation |= {"own_rows": rows} if asked.calibration == OWN else {}
+        compensation |= written(asked.calibration, rows)
     # Weights that were masked before are not counted.
     total = count_parameters(config)["total"] - sum(map(masked_out, blocks.values()))
     biases = count_parameters(smaller.config)["total"] - count_parameters(after)["total"]

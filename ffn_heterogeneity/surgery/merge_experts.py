@@ -45,9 +45,10 @@ from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import blocks_of, joined
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery import alignment
-from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_text
+from ffn_heterogeneity.surgery.calibration import calibration_rows, check_text, written
 from ffn_heterogeneity.surgery.expert_groups import m_smoe_groups, ream_groups
 from ffn_heterogeneity.surgery.expert_text import ExpertText, Seen, routers_on
+from ffn_heterogeneity.surgery.own_text import OWN
 from ffn_heterogeneity.surgery.selection import highest_share, layer_subset, removal_count
 from ffn_heterogeneity.tree import flatten
 from ffn_heterogeneity.wording import check_choice, check_number, settings_of
@@ -70,7 +71,7 @@ class Merging:
       residual: resmoe's compression of the residuals, "pruned" or "svd".
       share: of resmoe, the share of the residuals' parameters that is stored; 1 is exact for
         "pruned", and 2 for "svd" (two factors of full rank have up to twice the parameters).
-      calibration: text file, "own" for self-generated text, or saved rows (`calibration_rows`).
+      calibration: as in `calibration.calibration_rows`.
       calibration_tokens: number of tokens; None: as `calibration_rows`.
       seed: of self-generated text.
     """
@@ -142,7 +143,7 @@ def merge_experts(model: Model, settings: Mapping[str, Any] | Merging, data=None
         report["stored_parameters"] = sum(facts["stored_parameters"] for facts in reports)
     else:
         rows = calibration_rows(model, asked.calibration, asked.calibration_tokens, asked.seed)
-        report |= {"own_rows": rows} if asked.calibration == OWN else {}
+        report |= written(asked.calibration, rows)
         ream = asked.method == "ream"
         text = ExpertText(model, rows, size=1) if ream else None
         routers = {} if ream else routers_on(model, rows)

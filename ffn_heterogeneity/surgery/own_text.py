@@ -3,72 +3,123 @@
 import logging
 import math
 from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 
+from ffn_heterogeneity.data.packing import Encoder, encode
+from ffn_heterogeneity.data.tasks.messages import PROBE, Message, render
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import require_one_stack
 from ffn_heterogeneity.models.generate import Generator
 from ffn_heterogeneity.models.sampling import Sampling
+from ffn_heterogeneity.wording import check_choice
 
+OWN, CHAT = WRITTEN = "own", "own_chat"
 ANSWER = 256  # maximum tokens per answer
+WINDOW = 512  # maximum tokens per row, bos not counted
+QUESTION = 128  # maximum tokens per question that a model asks itself
 BATCH = 48  # maximum answers per batch
 RUN, REPEATS = 4, 0.2  # tokens; the share of repeated runs from which on there is a warning
 MORE = 1.25  # start this many times the needed answers, since some end early
 _log = logging.getLogger(__name__)
 
 
-def own_rows(model: Model, tokens: int, seed: int = 0) -> list[np.ndarray]:
-    """Sample rows of token ids at temperature 1, bos first, with `tokens` generated tokens in all.
+def own_rows(model: Model, tokens: int, seed: int = 0, form: str = OWN) -> list[np.ndarray]:
+    """Sample rows of token ids at temperature 1, bos first, with `tokens` other tokens in all.
 
-    An answer ends with eos or after 256 tokens; the last one is cut to reach the exact number. The
-    same seed gives the same text on the same kind of machine. (Self-calibration: Williams et al.,
-    2024, for quantization and for pruning weights.) A text that repeats itself is a poor sample
-    [ours]: a warning says so.
+    "own": the model continues bos. (Self-calibration: Williams et al., 2024, for quantization and
+    for pruning weights.) "own_chat": it continues the chat template up to the user's message, then
+    up to the assistant's, so it asks and answers. (Magpie: Xu et al., 2024, for training data; for
+    calibration ours.) An answer ends with eos or after 256 tokens, a question after 128; the last
+    row is cut to reach the exact number. The same seed gives the same text on the same kind of
+    machine. A text that repeats itself is a poor sample [ours]: a warning says so.
 
     Raises:
-      ValueError: an encoder, a model without bos, or a model that ends every answer immediately.
+      ValueError: an encoder, a model without bos, or a model that ends every answer immediately;
+        "own_chat": no chat template, or one that leaves no place for a question.
     """
-    config = model.config
+    config, named = model.config, f"calibration={form!r}: {model.source}"
+    check_choice("calibration", form, WRITTEN)
     if config.is_encoder:
-        raise ValueError(
-            f"calibration='own': {model.source} is an encoder and writes nothing: give a text file"
-        )
+        raise ValueError(f"{named} is an encoder and writes nothing: give a text file")
     require_one_stack(config, "self-generated calibration text")
     if config.bos_id is None:
-        raise ValueError(
-            f"calibration='own': {model.source} has no bos token to begin with: give a text file"
-        )
+        raise ValueError(f"{named} has no bos token to begin with: give a text file")
+    chat = _Chat.of(model, named) if form == CHAT else None
     length = min(ANSWER, config.max_position - 1)
-    write = Generator(
-        config, model.params, batch_size=min(BATCH, math.ceil(MORE * tokens / length))
-    )
+    size = min(BATCH, math.ceil(MORE * tokens / length))
+    write = Generator(config, model.params, batch_size=size)
     rows, left = [], tokens
     while left > 0:
         # Each round uses new random numbers.
         own_seed = int(np.random.default_rng([seed, len(rows)]).integers(1 << 31))
+        prompts = chat.ask(write, own_seed + 1) if chat else [[config.bos_id]] * size
+        if chat:
+            length = min(ANSWER, chat.room - max(map(len, prompts)))
         drawn = Sampling(max_new_tokens=length, temperature=1.0, seed=own_seed)
-        prompts = [[config.bos_id]] * write.batch_size
-        round_ = [one.tokens for one in write(prompts, drawn, progress="the model's own text")]
-        if not any(round_):
-            raise ValueError(
-                f"calibration='own': {model.source} ends every answer at once: give a text file"
-            )
-        for answer in round_:
-            row = np.asarray([config.bos_id, *answer[:left]], np.int32)
-            if left > 0 and len(row) > 1:
-                rows.append(row)
-                left -= len(row) - 1
+        answers = [one.tokens for one in write(prompts, drawn, progress="the model's own text")]
+        if not any(answers):
+            raise ValueError(f"{named} ends every answer at once: give a text file")
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if left > 0 and answer:
+                rows.append(np.asarray([*prompt, *answer][: left + 1], np.int32))
+                left -= len(rows[-1]) - 1
     if (share := repeated(rows)) > REPEATS:
+        better = form == OWN and getattr(model.tokenizer, "chat_template", None)
         _log.warning(
             "%s repeats itself: %.0f%% of the runs of %d tokens occurred before in the same "
             "answer (SmolLM2 2%%, Gemma 3 7%%). Rules that read this text may be worse than those "
-            "that read none; give calibration=<text>",
+            "that read none; give calibration=%s",
             model.source,
             100 * share,
             RUN,
+            f"{CHAT} or calibration=<text>" if better else "<text>",
         )
     return rows
+
+
+class _Chat(NamedTuple):
+    """A chat template as ids: what stands before the user's message, and from there to the answer.
+
+    `ends` are tokens that end a message, `question` the maximum number of a question's tokens,
+    `room` that of a row's.
+    """
+
+    opening: list[int]
+    reply: list[int]
+    ends: tuple[int, ...]
+    question: int
+    room: int
+
+    @classmethod
+    def of(cls, model: Model, named: str) -> Self:
+        tokenizer, bos = model.tokenizer, model.config.bos_id
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(f"{named} has no chat template: give {OWN} or a text file")
+        encoder = Encoder(tokenizer, chat_template="tokenizer")
+        text = render([Message("user", PROBE)], encoder, answer=True)
+        before, _, after = text.partition(PROBE)
+        opening, reply = encode(tokenizer, before), encode(tokenizer, after)
+        opening = opening if opening[:1] == [bos] else [bos, *opening]
+        room = min(WINDOW + 1, model.config.max_position)
+        question = min(QUESTION, (room - len(opening) - len(reply)) // 2)
+        if question < 1 or not reply or PROBE in after:
+            raise ValueError(
+                f"{named}: its chat template has no place for a question: it writes {text!r:.200} "
+                f"of at most {room} tokens; give {OWN} or a text file"
+            )
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        ends = {*model.config.stop_ids, *({reply[0]} & special)}
+        return cls(opening, reply, tuple(sorted(ends)), question, room)
+
+    def ask(self, write: Generator, seed: int) -> list[list[int]]:
+        """Prompts for answers, each with a question that the model wrote."""
+        drawn = Sampling(self.question, temperature=1.0, seed=seed, eos=self.ends)
+        openings = [self.opening] * write.batch_size
+        asked = [one.tokens for one in write(openings, drawn, progress="the model's own questions")]
+        asked = [one[:-1] if one and one[-1] in self.ends else one for one in asked]
+        return [[*self.opening, *one, *self.reply] for one in asked]
 
 
 def repeated(rows: Sequence[np.ndarray]) -> float:

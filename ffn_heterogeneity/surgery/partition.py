@@ -31,7 +31,7 @@ from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import write
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery import moefication
-from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_text
+from ffn_heterogeneity.surgery.calibration import calibration_rows, check_text, written
 from ffn_heterogeneity.surgery.kmeans import balanced
 from ffn_heterogeneity.surgery.seen import activation_rates
 from ffn_heterogeneity.surgery.selection import highest
@@ -120,7 +120,7 @@ def partition(model: Model, settings: Mapping[str, Any] | Partition, data=None, 
         new[layer] = _experts_of(ffn, groups[layer], factor, bias)
         zeros = zero_router(ffn, asked.experts - asked.shared, fields["router"])
         new[layer]["router"] = routers.get(layer, zeros)
-    report |= {"own_rows": rows} if asked.calibration == OWN and rows is not None else {}
+    report |= written(asked.calibration, rows)
     return with_experts(model, new, fields, dataclasses.asdict(asked), report)
 
 

@@ -16,10 +16,10 @@ from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.surgery import states
 from ffn_heterogeneity.surgery.blockwise import check_fits, compensated
 from ffn_heterogeneity.surgery.calibration import (
-    OWN,
     calibration_rows,
     check_calibration,
     expected_tokens,
+    written,
 )
 from ffn_heterogeneity.surgery.compensation import OF_WEIGHTS, outgoing_of_survivors
 from ffn_heterogeneity.surgery.criteria import ON_TEXT, PUBLISHED
@@ -38,7 +38,7 @@ class Removal(RemovalPlan):
     Attributes:
       count: takes priority over the ratio.
       calibration, calibration_tokens: for criteria and compensations that use text, as in
-        `calibration.calibration_rows`; "own" (self-generated text) uses the seed.
+        `calibration.calibration_rows`; self-generated text uses the seed.
       sequential: for compensations that use states, as in `blockwise.compensated`.
     """
 
@@ -64,8 +64,8 @@ def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tup
       settings: those of `Removal`.
 
     Returns:
-      (the smaller model, the contents of `results.json`); with calibration "own" also the generated
-      text under "own_rows", which `calibration.write_rows` can save.
+      (the smaller model, the contents of `results.json`); self-generated text under "own_rows",
+      which `calibration.write_rows` can save.
 
     Raises:
       ValueError: an argument is out of its range, or a layer cannot be reduced.
@@ -93,7 +93,7 @@ def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tup
         given = (plan.compensation, rows, plan.sequential)
         smaller, reports = compensated(model, smaller, *given)
     results = results_of(plan, (model.config, smaller.config), removed, reports)
-    return smaller, results | ({"own_rows": rows} if plan.calibration == OWN and rows else {})
+    return smaller, results | written(plan.calibration, rows)
 
 
 def reduce_layer(

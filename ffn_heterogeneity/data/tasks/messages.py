@@ -30,7 +30,7 @@ _OF_ROW = ("tools", "functions", "documents", "system", "system_prompt", "chat_t
 _MEDIA = ("image", "images", "audio", "video", "videos")
 _OF_MESSAGE = ("tool_calls", "tool_call", "function_call", "reasoning_content", "reasoning")
 _OF_MESSAGE += ("thinking", "thought", *_MEDIA)
-_PROBE = "\u2603"  # an answer that does not occur in headers
+PROBE = "\u2603"  # a message that does not occur in headers
 
 
 class Message(NamedTuple):
@@ -202,10 +202,10 @@ def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) 
     if encoder.invites:
         return text
     try:
-        answered = written(*messages, Message("assistant", _PROBE), answer=False)
+        answered = written(*messages, Message("assistant", PROBE), answer=False)
     except DataError:  # the template renders no answers
         return text
-    header, probe, _ = answered.removeprefix(start).partition(_PROBE)
+    header, probe, _ = answered.removeprefix(start).partition(PROBE)
     return text + header if probe and answered.startswith(start) and header.strip() else text
 
 
