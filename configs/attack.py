@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
             "attack": Attack.attack,
             "k": Attack.k,  # neurons, those with the largest |h| when bos stands alone
             "layer": placeholder(int),  # from 0; default: the layer with the largest |h| early on
-            "token": placeholder(int),  # instead of bos
+            "token": placeholder(int),  # instead of bos; models like Qwen2.5 need another
             # Of a layer with experts, from 0; default: the one with the largest |h|.
             "expert": placeholder(int),
             # (7, 3): these neurons of `layer` instead of its massive weights.

@@ -38,6 +38,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,tokens") -> ConfigDic
     config.merge.share = Merging.share  # of ResMoE: share of the residuals that is stored
     config.fuse = {"kind": "surgery", "base": "fuse", "method": "fusion", "ratio": 0.5, "seed": 0}
     config.prune = {"kind": "surgery", "base": "prune", "criterion": "entropy", "ratio": 0.5}
+    del config.recover.train_only
     config.recover.update({"freeze": (".*/router/.*",), "steps": 100, "batch_size": 4})
     # text: of before and after, a file or a directory of texts (configs/perplexity.py).
     for name in ("before", "after"):

@@ -60,6 +60,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "accumulation": 1,
                 "seq_len": 512,
                 "dropout": 0.0,
+                "train_only": (),  # regexes of the leaves that train; of an adapted model needed
                 "data": {"path": "", "validation_fraction": 0.05} | passages,
                 "losses": {"nucl": {"weight": 0.0}},
                 "optimizer": {"name": "adamw", "learning_rate": 1e-5, "warmup_steps": 100},

@@ -254,7 +254,7 @@ def lora(model: Model, rank: int = 16, *, seed: int = 0, **settings: Any) -> Mad
     """Add LoRA adapters; return (the new model, with unchanged outputs, a report).
 
     Args:
-      rank, settings: those of `surgery.adapt.Lora`: alpha, targets, dropout.
+      rank, settings: those of `surgery.adapt.Lora`: alpha, targets. Dropout is a training's.
       seed: seed of A; B is 0.
 
     Raises:
@@ -320,9 +320,9 @@ def analyze(
     Args:
       analysis: an analysis of configs/analyze.py: "connectivity", "massive", "displacement",
         "lesions", "ntk", "experts"; "": "displacement" if a text is given, else "connectivity".
-      workdir: directory for results.json and figures; None: they are not saved.
+      workdir: directory for the files; None: not saved. Only `ffnh analyze` resumes.
       settings: the config's keys; "__" means a dot. `text` is a file, or the text itself (if it
-        contains a space and is not a file).
+        contains a space and is no path).
 
     Raises:
       ValueError: no such analysis or key, or an invalid setting.
@@ -335,7 +335,7 @@ def analyze(
     named = {name.replace("__", "."): value for name, value in settings.items()}
     with tempfile.TemporaryDirectory() as folder:
         where = epath.Path(folder) / "out"  # without an earlier call's files, to continue from
-        if " " in (text := str(named.get("text", ""))) and not os.path.isfile(text):
+        if " " in (text := str(named.get("text", ""))) and not os.path.exists(text):
             named["text"] = os.path.join(folder, "text.txt")
             epath.Path(named["text"]).write_text(text)
         cli.set_keys(config, {"model": model.source, **named}, "analyze", analysis)

@@ -60,12 +60,12 @@ def added(reach: Frame) -> Frame:
         columns[read] = c.against(
             of(reach, read), of(reach, WHOLE), LABELS, ON, FREE, c.paired_units
         )
-    return c.table(reach[reach.tokens.notna()], LABELS, columns)
+    return c.table(of(reach, OWN), LABELS, columns)
 
 
 def dearer(reach: Frame) -> Frame:
     """Self-generated text against text of the same kind, against others, and against no text."""
-    columns = {"NLL apart": reach[reach.tokens.notna()].groupby(LABELS)["apart"].mean()}
+    columns = {"NLL apart": of(reach, OWN).groupby(LABELS)["apart"].mean()}
     own = of(reach, OWN)
     for base, on in ((SAME, LABELS), ("random ids", LABELS), (ENTROPY, ON)):
         columns[f"Δ vs {base}"] = c.against(own, of(reach, base), LABELS, on, FREE, c.paired_units)

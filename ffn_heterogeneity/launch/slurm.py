@@ -14,6 +14,9 @@ from ffn_heterogeneity.wording import extra, naming
 
 # Our options; all others are submitit's ("timeout_min", "gpus_per_node", "slurm_partition").
 OWN_OPTIONS = ("cluster", "parallel")
+# submitit's options that are no numbers or texts.
+LISTS = ("slurm_setup", "slurm_teardown", "slurm_srun_args")
+TABLES = ("slurm_additional_parameters",)
 # Minutes; submitit's default is 5.
 TIMEOUT = 24 * 60
 WAIT = 0.5
@@ -63,19 +66,22 @@ def parse_options(text: str) -> dict[str, Any]:
     """Parse "timeout_min=60,slurm_partition=gpu" to {"timeout_min": 60, "slurm_partition": "gpu"}.
 
     Raises:
-      ValueError: a part without "=".
+      ValueError: a part without "=", or an option that is a table.
     """
     options: dict[str, Any] = {}
     for setting in filter(None, text.split(",")):
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise ValueError(f"--submitit={text!r}: write key=value,key=value")
-        options[key.strip()] = _value(value.strip())
+        key, value = key.strip(), value.strip()
+        if key in TABLES:
+            raise ValueError(f"--submitit: {key} is a table, which this flag cannot write")
+        options[key] = [value] if key in LISTS else _value(value)
     return options
 
 
 def _value(text: str) -> int | float | bool | str:
-    if re.fullmatch(r"\d+(\.\d+)?", text):
+    if re.fullmatch(r"(0|[1-9]\d*)(\.\d+)?", text):  # not the account 00123
         return float(text) if "." in text else int(text)
     return {"true": True, "false": False}.get(text.lower(), text)
 

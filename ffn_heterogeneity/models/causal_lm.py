@@ -335,9 +335,10 @@ def require_decoder(config: ModelConfig, what: str) -> None:
     if config.kind == "encoder_decoder":
         raise ValueError(f"a {config.family} model is an encoder-decoder: {what} needs a decoder")
     if not config.lm_head:
+        kind = "an encoder" if config.is_encoder else "a classifier"
         raise ValueError(
-            f"a {config.family} model is an encoder without a language-model head: {what} needs a "
-            "decoder"
+            f"a {config.family} model is {kind} without a language-model head: {what} needs a "
+            "decoder with one"
         )
 
 

@@ -16,7 +16,7 @@ from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
-from ffn_heterogeneity.surgery.attack import Massive, massive_weights
+from ffn_heterogeneity.surgery.attack import Massive, check_layer, massive_weights
 from ffn_heterogeneity.tree import flatten, is_abstract, no_indices
 from ffn_heterogeneity.wording import check_numbers, naming, settings_of
 
@@ -145,7 +145,7 @@ def insert_macdrop(
     """
     settings = settings_of(macdrop.Macdrop, settings)
     if is_abstract(model.params):
-        assumed = model.config.layers[settings.layer or 0]
+        assumed = model.config.layers[check_layer(model.config, settings.layer or 0)]
         indices, expert = np.arange(assumed.ffn_width), None if assumed.experts is None else 0
         massive = Massive(settings.layer or 0, indices, np.zeros(len(indices)), [], expert)
     else:

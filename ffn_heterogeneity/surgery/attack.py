@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from ffn_heterogeneity.surgery.expert_text import ExpertText
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 
 ATTACKS = ("zero", "retain")
+OTHERS, APART = 3, 4.0  # other first tokens; how many times larger their |h| may be than bos's
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +148,13 @@ class Massive:
         return dataclasses.replace(self, indices=indices, magnitudes=magnitudes)
 
 
+def check_layer(config: ModelConfig, layer: int) -> int:
+    """The layer, or ValueError if the model has none with that index."""
+    if not 0 <= layer < config.n_layers:
+        raise ValueError(f"layer={layer}: the model has layers 0 to {config.n_layers - 1}")
+    return layer
+
+
 @products()
 def massive_weights(
     config: ModelConfig, params: dict, layer: int | None = None, token: int | None = None
@@ -164,18 +174,21 @@ def massive_weights(
         non-finite |h|.
     """
     require_one_stack(config, "finding massive neurons")
-    token = config.bos_id if token is None else token
+    given, token = token, config.bos_id if token is None else token
     if token is None or not 0 <= token < config.vocab_size:
         raise ValueError(
             f"token={token} of {config.vocab_size}: this {config.family} model needs "
             "one that stands first, such as its eos"
         )
-    if layer is not None and not 0 <= layer < config.n_layers:
-        raise ValueError(f"layer={layer}: the model has layers 0 to {config.n_layers - 1}")
+    if layer is not None:
+        check_layer(config, layer)
     experts = [one.experts for one in config.layers]
     probe = _every_state(max(config.ffn_widths), max(count or 1 for count in experts))
-    alone = [{"tokens": np.array([[token]], np.int32)}]
-    padded = observe(config, params, alone, probe)[probe.name][:, 0]
+    others = [config.vocab_size * i // (OTHERS + 1) for i in range(1, OTHERS + 1)]
+    tokens = [token, *(others if given is None else ())]
+    alone = [{"tokens": np.array([[one]], np.int32)} for one in tokens]
+    every = observe(config, params, alone, probe)[probe.name]
+    padded, half = every[:, 0], -(-config.n_layers // 2)
     if not np.isfinite(padded).all():
         bad = int(np.flatnonzero(~np.isfinite(padded).all((1, 2)))[0])
         raise ValueError(f"|h| of layer {bad} (from 0) is not finite: check the checkpoint")
@@ -183,14 +196,27 @@ def massive_weights(
     states = [one[: count or 1, :width] for one, count, width in widths]
     states = [one if count else one[0] for one, count in zip(states, experts, strict=True)]
     if layer is None:
-        half = states[: -(-config.n_layers // 2)]
-        layer = int(np.argmax([one.max() for one in half]))
+        layer = int(np.argmax([one.max() for one in states[:half]]))
+        _warn_of_others(tokens, every[:half].max((0, 2, 3)))
     magnitudes, expert = states[layer], None
     if experts[layer] is not None:
         expert = int(np.argmax(magnitudes.max(1)))
         magnitudes = magnitudes[expert]
     order = np.argsort(-magnitudes, kind="stable")
     return Massive(layer, order, magnitudes[order], states, expert)
+
+
+def _warn_of_others(tokens: Sequence[int], largest: np.ndarray) -> None:
+    """Warn if other first tokens have far larger states than bos, as in Qwen2.5."""
+    if len(tokens) > 1 and (typical := float(np.median(largest[1:]))) > APART * largest[0]:
+        _log.warning(
+            "the largest |h| on bos (token %d) is %.4g, and on other tokens that stand first %.4g: "
+            "the model's massive neurons are not those of bos. Give token=<the first one of your "
+            "texts>, and bos=none in evaluations",
+            tokens[0],
+            largest[0],
+            typical,
+        )
 
 
 def _of_expert(model: Model, massive: Massive, expert: int, token: int | None) -> Massive:

@@ -8,7 +8,8 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from ffn_heterogeneity.data.packing import Encoder, encode
-from ffn_heterogeneity.data.tasks.messages import PROBE, Message, render
+from ffn_heterogeneity.data.tasks.messages import PROBE, Message, end_of_turn, render
+from ffn_heterogeneity.data.templates import TULU
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import require_one_stack
 from ffn_heterogeneity.models.generate import Generator
@@ -41,15 +42,16 @@ def own_rows(model: Model, tokens: int, seed: int = 0, form: str = OWN) -> list[
     """
     config, named = model.config, f"calibration={form!r}: {model.source}"
     check_choice("calibration", form, WRITTEN)
-    if config.is_encoder:
-        raise ValueError(f"{named} is an encoder and writes nothing: give a text file")
+    if not config.lm_head:
+        what = "an encoder" if config.is_encoder else "a classifier"
+        raise ValueError(f"{named} is {what} and writes nothing: give a text file")
     require_one_stack(config, "self-generated calibration text")
     if config.bos_id is None:
         raise ValueError(f"{named} has no bos token to begin with: give a text file")
     chat = _Chat.of(model, named) if form == CHAT else None
     length = min(ANSWER, config.max_position - 1)
     size = min(BATCH, math.ceil(MORE * tokens / length))
-    write = Generator(config, model.params, batch_size=size)
+    write = Generator(config, model.params, model.tokenizer if chat else None, batch_size=size)
     rows, left = [], tokens
     while left > 0:
         # Each round uses new random numbers.
@@ -57,7 +59,8 @@ def own_rows(model: Model, tokens: int, seed: int = 0, form: str = OWN) -> list[
         prompts = chat.ask(write, own_seed + 1) if chat else [[config.bos_id]] * size
         if chat:
             length = min(ANSWER, chat.room - max(map(len, prompts)))
-        drawn = Sampling(max_new_tokens=length, temperature=1.0, seed=own_seed)
+        ends = chat.ends if chat else ()
+        drawn = Sampling(max_new_tokens=length, temperature=1.0, seed=own_seed, eos=ends)
         answers = [one.tokens for one in write(prompts, drawn, progress="the model's own text")]
         if not any(answers):
             raise ValueError(f"{named} ends every answer at once: give a text file")
@@ -65,7 +68,8 @@ def own_rows(model: Model, tokens: int, seed: int = 0, form: str = OWN) -> list[
             if left > 0 and answer:
                 rows.append(np.asarray([*prompt, *answer][: left + 1], np.int32))
                 left -= len(rows[-1]) - 1
-    if (share := repeated(rows)) > REPEATS:
+    opening = len(chat.opening) - 1 if chat else 0  # the same text in each row
+    if (share := repeated([row[opening:] for row in rows])) > REPEATS:
         better = form == OWN and getattr(model.tokenizer, "chat_template", None)
         _log.warning(
             "%s repeats itself: %.0f%% of the runs of %d tokens occurred before in the same "
@@ -82,13 +86,16 @@ def own_rows(model: Model, tokens: int, seed: int = 0, form: str = OWN) -> list[
 class _Chat(NamedTuple):
     """A chat template as ids: what stands before the user's message, and from there to the answer.
 
-    `ends` are tokens that end a message, `question` the maximum number of a question's tokens,
-    `room` that of a row's.
+    `ends` are tokens that end a message; `header` ends a question where the template ends it with
+    ordinary text ("[/INST]"). `question` is the maximum number of a question's tokens, `room` that
+    of a row's.
     """
 
+    encoder: Encoder
     opening: list[int]
     reply: list[int]
     ends: tuple[int, ...]
+    header: tuple[str, ...]
     question: int
     room: int
 
@@ -98,9 +105,13 @@ class _Chat(NamedTuple):
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(f"{named} has no chat template: give {OWN} or a text file")
         encoder = Encoder(tokenizer, chat_template="tokenizer")
-        text = render([Message("user", PROBE)], encoder, answer=True)
+        try:
+            text = render([Message("user", PROBE)], encoder, answer=True)
+        except ValueError as error:
+            why = str(error).removesuffix(f"; {TULU}")
+            raise ValueError(f"{named}: {why}; give {OWN} or a text file") from None
         before, _, after = text.partition(PROBE)
-        opening, reply = encode(tokenizer, before), encode(tokenizer, after)
+        opening, reply = encode(tokenizer, before), _behind(encoder, after)
         opening = opening if opening[:1] == [bos] else [bos, *opening]
         room = min(WINDOW + 1, model.config.max_position)
         question = min(QUESTION, (room - len(opening) - len(reply)) // 2)
@@ -110,16 +121,26 @@ class _Chat(NamedTuple):
                 f"of at most {room} tokens; give {OWN} or a text file"
             )
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        ends = {*model.config.stop_ids, *({reply[0]} & special)}
-        return cls(opening, reply, tuple(sorted(ends)), question, room)
+        header = () if reply[0] in special else (after.strip(),)
+        ends = {*model.config.stop_ids, *({reply[0]} & special), end_of_turn(encoder)} - {None}
+        return cls(encoder, opening, reply, tuple(sorted(ends)), header, question, room)
 
     def ask(self, write: Generator, seed: int) -> list[list[int]]:
         """Prompts for answers, each with a question that the model wrote."""
-        drawn = Sampling(self.question, temperature=1.0, seed=seed, eos=self.ends)
-        openings = [self.opening] * write.batch_size
-        asked = [one.tokens for one in write(openings, drawn, progress="the model's own questions")]
-        asked = [one[:-1] if one and one[-1] in self.ends else one for one in asked]
-        return [[*self.opening, *one, *self.reply] for one in asked]
+        drawn = Sampling(self.question, 1.0, seed=seed, stop=self.header, eos=self.ends)
+        openings, asked = [self.opening] * write.batch_size, []
+        for one in write(openings, drawn, progress="the model's own questions"):
+            ids = one.tokens[: len(one.tokens) - (one.finish == "eos")]
+            if one.finish == "stop":  # its tokens are the header's, too
+                ids = _behind(self.encoder, one.text.rstrip())[: self.question]
+            asked.append([*self.opening, *ids, *self.reply])
+        return asked
+
+
+def _behind(encoder: Encoder, text: str) -> list[int]:
+    """Ids of a text behind another."""
+    ids = encoder.continuation(text)
+    return encode(encoder.tokenizer, text) if ids is None else ids
 
 
 def repeated(rows: Sequence[np.ndarray]) -> float:

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.stack import layer_names
@@ -58,10 +60,14 @@ def rescale(model: Model, settings: Mapping[str, Any] | Rescaling, data=None, ke
             "fold the model first, or name its kernels"
         )
     changed = {
-        path: leaf * by_layer(factors[path], leaf)
-        for path, leaf in leaves.items()
-        if factors[path] != 1
+        path: _times(leaf, factors[path]) for path, leaf in leaves.items() if factors[path] != 1
     }
     params = unflatten(leaves | changed)
     report = {"factors": [list(rule) for rule in asked.factors]}
     return dataclasses.replace(model, params=params), report
+
+
+def _times(leaf: Any, factor: Any) -> Any:
+    """The leaf times a factor that is not rounded to the leaf's dtype; rounded once."""
+    wide = leaf.astype(np.promote_types(leaf.dtype, np.float32))
+    return (wide * by_layer(factor, wide)).astype(leaf.dtype)

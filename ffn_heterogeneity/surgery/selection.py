@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -35,6 +35,8 @@ def layer_subset(
     pool, rule = list(range(n_layers)), spec
     while isinstance(rule, str) and (name := rule.partition(":")[0].strip()) in groups:
         pool, rule = [i for i in pool if i in groups[name]], rule.partition(":")[2]
+    if not isinstance(rule, (str, Iterable)):
+        raise ValueError(f"layers={spec!r}: give a name or indices: [{spec!r}]")
     chosen = _parsed(spec, rule, len(pool)) if isinstance(rule, str) else [int(i) for i in rule]
     outside = [i for i in chosen if not 0 <= i < len(pool)]
     if outside:

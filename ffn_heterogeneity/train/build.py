@@ -80,14 +80,19 @@ def made_whole(layers: Sequence[Slot], terms: Sequence[LossTerm]) -> list[str]:
 
 
 def what_trains(
-    params: dict, leaves: Mapping[str, Leaf], freeze: Sequence[str], train_only: Sequence[str]
+    params: dict,
+    leaves: Mapping[str, Leaf],
+    freeze: Sequence[str],
+    train_only: Sequence[str],
+    prepare: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return `partition.trainable_mask` for a config's patterns.
 
     `TAUGHT` among `train_only` means the blocks that have a teacher.
 
     Raises:
-      RuleError: as there; a quantized model without adapters and without patterns.
+      RuleError: as there; without patterns a quantized model without adapters, or a loaded model
+        with adapters (`prepare` adds none).
       ValueError: no block has a teacher.
     """
     names, by_layer = {path.rpartition("/")[2]: path for path in leaves}, layer_names(params)
@@ -97,6 +102,13 @@ def what_trains(
             f"{names['nf4_codes']}: the base is quantized, its kernels cannot train: add lora or "
             "dora to the config's argument, name trainable leaves (train_only), or fold it "
             "(configs/adapt.py:fold)"
+        )
+    beside = f"{names.get('lora_a', '').rpartition('/')[0]}/kernel" in leaves
+    if beside and not (train_only or {"lora", "dora"} & {*prepare}):
+        raise partition.RuleError(
+            f"{names['lora_a']}: the model has adapters already, and its kernels would train too: "
+            "give train_only=('/(lora_[ab]|dora_m)$',) for adapters alone, train_only=('.',) for "
+            "all, or fold them first (configs/adapt.py:fold)"
         )
     if TAUGHT in train_only:
         taught = [slot for slot in slots(params) if subtree(params.get(TEACHER, {}), slot.path)]

@@ -301,7 +301,7 @@ def _build(
 ) -> Plan:
     params, mesh = seen.params, seen.mesh
     materialized = made_whole(slots(params), seen.terms)
-    mask = what_trains(params, seen.leaves, config.freeze, config.train_only)
+    mask = what_trains(params, seen.leaves, config.freeze, config.train_only, config.prepare)
     settled = jax.eval_shape(seen.settled, params, 0, hyper(0))
     mask, unread = _frozen_where_unread(seen, settled, mask)
     if not any(map(np.any, mask.values())):

@@ -246,6 +246,12 @@ def test_what_cannot_be_written(base, tmp_path):
     )
     with pytest.raises(CheckpointError, match="no place for .*macdrop_keep"):
         save_adapters(LLAMA, dropping.params, tmp_path / "a", str(base))
+    mixed, _ = SURGERIES["lora"](
+        load.Model(LLAMA, random_params(LLAMA), None, ""), {"targets": "attention/"}
+    )
+    mixed, _ = SURGERIES["dora"](mixed, {"targets": "ffn/"})
+    with pytest.raises(CheckpointError, match="_proj.* have LoRA, others DoRA: PEFT has one form"):
+        save_adapters(LLAMA, mixed.params, tmp_path / "a", str(base))
     factors = {"method": "svd", "ratio": 0.5, "layers": "all"}
     fused, _ = SURGERIES["fuse"](load.Model(LLAMA, random_params(LLAMA), None, ""), factors)
     lora, _ = SURGERIES["lora"](fused, {"rank": 2, "targets": "attention/q"})

@@ -309,6 +309,13 @@ def test_options_of_jobs():
     values = {"mem_gb": 1.5, "slurm_use_srun": False, "stderr_to_stdout": True, "name": "1a"}
     assert slurm.parse_options(typed) == values
     assert slurm.parse_options("") == {}
+    theirs = {"slurm_setup": ["module load cuda"], "slurm_srun_args": ["--cpu-bind=none"]}
+    theirs |= {"slurm_account": "00123", "slurm_nodes": 0}
+    texts = (
+        f"{key}={value[0] if isinstance(value, list) else value}" for key, value in theirs.items()
+    )
+    assert slurm.parse_options(",".join(texts)) == theirs
+    refused("is a table", slurm.parse_options, "slurm_additional_parameters=account=x")
     for text in ("timeout", "=3"):
         refused("write key=value", slurm.parse_options, text)
 

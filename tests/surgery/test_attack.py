@@ -61,6 +61,26 @@ def test_the_planted_neuron_is_found():
     assert massive_weights(odd, planted(odd, layer=2)).layer < 2
 
 
+def test_a_bos_that_is_not_the_massive_token_is_named(caplog):
+    """As in Qwen2.5, whose training texts do not begin with it."""
+    tree = unstack(planted(LLAMA, layer=0))
+    first = tree["layers"][0] = jax.tree.map(np.array, tree["layers"][0])
+    first["attention"]["out"]["kernel"][:] = 0  # the FFN reads the embedding
+    for name in ("gate", "up"):
+        first["ffn"][name]["kernel"][:, 5] = 60 * np.eye(LLAMA.d_model)[0]
+    tree["embed"] = jax.tree.map(np.array, tree["embed"])
+    tree["embed"]["embedding"][:, 0] = 1
+    massive_weights(LLAMA, restack(LLAMA, tree))
+    assert caplog.text == ""
+    tree["embed"]["embedding"][LLAMA.bos_id, 0] = 0
+    quiet = restack(LLAMA, tree)
+    massive_weights(LLAMA, quiet)
+    assert f"bos (token {LLAMA.bos_id})" in caplog.text and "give token=" in caplog.text.lower()
+    caplog.clear()
+    assert massive_weights(LLAMA, quiet, token=7).indices[0] == 5
+    assert caplog.text == ""
+
+
 def test_states_are_those_of_transformers(torch, tmp_path):
     """|h| from the inputs of `down_proj`, for a single bos."""
     params = random_params(LLAMA)

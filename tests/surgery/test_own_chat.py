@@ -74,6 +74,39 @@ def test_questions_and_answers_are_drawn_where_they_stand():
     assert error < 0.02 and entropies.mean() < 5.3  # of ln 258 = 5.55
 
 
+def test_a_question_ends_where_the_answer_would_begin():
+    """Also where the template's header is ordinary text, as in [INST] what? [/INST]."""
+    model = model_of("{{ bos_token }}Q:{% for m in messages %}{{ m['content'] }}~{% endfor %}")
+    ids = model.tokenizer.encode
+    (header,), (letter,), opening = ids("~"), ids("b"), [0, *ids("Q:")]
+    head = np.zeros_like(model.params["head"]["kernel"])
+    head[:, header] = 100 * np.sign(np.asarray(model.params["final_norm"]["scale"]))
+    head[:, letter] = -head[:, header]  # it writes these two letters alone
+    always = dataclasses.replace(model, params=model.params | {"head": {"kernel": head}})
+    for row in own_rows(always, 2000, form=CHAT)[:-1]:
+        after = row[len(opening) :].tolist()
+        asked = after.index(header)
+        assert row[: len(opening)].tolist() == opening and {*after[:asked]} <= {letter}
+        assert len(after) == asked + 1 + own_text.ANSWER
+
+
+def test_an_answer_ends_with_its_turn():
+    """By the template's token, which the model's config need not name."""
+    model = model_of(TEMPLATE.replace("{{ eos_token }}", "<|end|>"), vocab_size=259)
+    model.tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    params = random_params(model.config, seed=0)
+    rows = own_rows(dataclasses.replace(model, params=params), 8000, seed=1, form=CHAT)
+    ended = [np.flatnonzero(row == 258) for row in rows[:-1]]
+    assert all(len(at) <= 2 for at in ended) and any(len(at) == 2 for at in ended)
+    assert all(at[1] == len(row) - 1 for at, row in zip(ended, rows, strict=False) if len(at) > 1)
+
+
+def test_a_classifier_writes_nothing():
+    model = model_of(lm_head=False)
+    for form in own_text.WRITTEN:
+        refused("is a classifier and writes nothing", own_rows, model, 600, form=form)
+
+
 def test_a_removal_keeps_the_chats_and_reads_them_again(tmp_path):
     model = model_of()
     asked = {"criterion": "mean_state", "calibration": CHAT, "calibration_tokens": 600}
@@ -102,7 +135,11 @@ def test_short_positions_leave_room_for_an_answer():
         (TEMPLATE.replace("{{ eos", "{{ m['content'] }}{{ eos"), {}, "no place for a question"),
         ("{{ messages[0]['content'] }}", {}, "no place for a question"),
         (TEMPLATE, {"max_position": 20}, "no place for a question: .* of at most 20 tokens"),
-        ("{{ raise_exception('no users') }}", {}, "rejects the conversation .*no users"),
+        (
+            "{{ raise_exception('no users') }}",
+            {},
+            "rejects the conversation .no users.; give own or",
+        ),
     ],
 )
 def test_templates_without_a_place_for_a_question(template, changed, message):

@@ -217,6 +217,7 @@ def test_layer_subsets():
     refused("not understood", layer_subset, "encoder:all", 5)
     for spec in ("bottom", "odd"):
         refused(f"layers='{spec}' names no layer of the model's 1", layer_subset, spec, 1)
+    refused(r"layers=1: give a name or indices: \[1\]", layer_subset, 1, 4)
 
 
 def test_a_global_budget_never_empties_a_layer():

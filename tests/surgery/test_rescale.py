@@ -45,6 +45,14 @@ def test_those_leaves_alone_are_multiplied():
     for path, leaf in flatten(changed.params).items():
         np.testing.assert_array_equal(leaf, expected[path])
         assert leaf.dtype == expected[path].dtype
+    (half, rounded), factor = (
+        rescaled(((r"ffn/down/", 3**-0.5),), jnp.bfloat16),
+        np.float32(3**-0.5),
+    )
+    for path, leaf in flatten(half.params).items():
+        if path.endswith("ffn/down/kernel"):
+            once = (leaf.astype(np.float32) * factor).astype(jnp.bfloat16)  # not the factor, too
+            np.testing.assert_array_equal(flatten(rounded.params)[path], once)
     refused("rule 'layers/9/' ", rescaled, (("layers/9/", 2.0),), error=RuleError)
     gemma = dataclasses.replace(LLAMA, norm_offset=1.0)
     with_offset = Model(gemma, random_params(gemma), None, "tiny")

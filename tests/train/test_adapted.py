@@ -106,6 +106,11 @@ def test_a_kept_adapter_goes_on_training(files, tmp_path):
     model = load_model(files[0])
     start, _ = insert_lora(model, LORA, key=jax.random.key(1))
     fh.save_model(start, tmp_path / "kept", structure="keep")
+    for frozen in ((), ("embed/",)):
+        config = config_for(tmp_path / "kept", files[1], freeze=frozen, steps=1)
+        refused(
+            "has adapters already, and its kernels would", training.run, config, tmp_path / "no"
+        )
     only = (r"/lora_[ab]$",)
     config = config_for(tmp_path / "kept", files[1], train_only=only, steps=1)
     results = training.run(config, tmp_path / "once")
@@ -265,7 +270,7 @@ def test_stages_hand_the_structure_on(files, tmp_path):
     params, options = structured(LLAMA, model.params), {"tokenizer": model.tokenizer}
     save_pretrained(LLAMA, params, tmp_path / "kept", structure="keep", **options)
     score = {"score__text": str(files[1]), "score__window": 16, "score__max_windows": 3}
-    small = small_run(files[1], "recover__") | score
+    small = small_run(files[1], "recover__") | score | {"recover__train_only": (".",)}
     config = config_of("prune_recover", f"{tmp_path}/kept,text", **small)
     experiment.run(config, tmp_path / "run")
     pruned, after = (

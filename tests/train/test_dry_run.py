@@ -167,6 +167,13 @@ def test_each_stacks_operations_are_those_the_compiler_counts():
         assert row["parameters"] == numbers and row["bytes_per_device"] == 16 * numbers
 
 
+def test_layers_of_macdrop_are_checked_without_weights():
+    for layer in (26, -1):
+        config = config_of("macdrop_sft", "gemma2_2b,lora,macdrop")
+        config.macdrop.layer = layer
+        refused(f"layer={layer}: the model has layers 0 to 25", plan, read(config))
+
+
 def test_evaluation_sees_nothing_of_macdrop():
     """Nor does export: MacDrop's leaves are removed from the tree before."""
     config = read(config_of("macdrop_sft", "gemma2_2b,lora,macdrop"))

@@ -192,7 +192,7 @@ def push_directory(directory: str | os.PathLike, repository: str, *, private: bo
     import huggingface_hub
 
     reject_bucket(directory)
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     if not any((directory / name).is_file() for name in ("config.json", peft.CONFIG)):
         raise CheckpointError(f"{directory} holds no model: give a directory with config.json")
     if is_run(directory):

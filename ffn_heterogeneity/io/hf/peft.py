@@ -277,6 +277,9 @@ def save_adapters(
         alphas[module] = float(leaves[f"{adapted[0]}/lora_scale"][0]) * ranks[module]
     if not tensors:
         raise CheckpointError("the model has no LoRA adapters")
+    lengths = {one for one in ranks if f"{PREFIX}{one}.{MAGNITUDE}" in tensors}
+    if lengths and (plain := ranks.keys() - lengths):
+        raise CheckpointError(f"{some(sorted(plain))} have LoRA, others DoRA: PEFT has one form")
     task = "CAUSAL_LM" if config.lm_head else "FEATURE_EXTRACTION"
     rank, alpha = max(ranks.values()), next(iter(alphas.values()))
     settings = {
@@ -287,7 +290,7 @@ def save_adapters(
         "lora_alpha": alpha,
         "target_modules": sorted(ranks),
         "bias": "none",
-        "use_dora": any(name.endswith(MAGNITUDE) for name in tensors),
+        "use_dora": bool(lengths),
         "lora_dropout": 0.0,
         "rank_pattern": {re.escape(k): r for k, r in ranks.items() if r != rank},
         "alpha_pattern": {re.escape(k): a for k, a in alphas.items() if a != alpha},
