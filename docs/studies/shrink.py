@@ -51,6 +51,8 @@ def shrunk(runs: Frame) -> Frame:
     other = text.mask(text.isin(OWN) | whole, "")
     method = rules.replace(NAMES).mask(deep, BLOCKS).mask(whole, WHOLE)
     method += (" on " + other).where(other != "", "")
+    if "bos" in rows:  # Qwen2.5's texts have none
+        rows["model"] = rows.model.mask(rows.bos == "none", rows.model + ", no bos")
     lost = rows[rows.what == "parameters_removed_percent"].groupby("run")["value"].mean()
     return rows.assign(
         method=method,

@@ -70,15 +70,13 @@ def own_rows(model: Model, tokens: int, seed: int = 0, form: str = OWN) -> list[
                 left -= len(rows[-1]) - 1
     opening = len(chat.opening) - 1 if chat else 0  # the same text in each row
     if (share := repeated([row[opening:] for row in rows])) > REPEATS:
-        better = form == OWN and getattr(model.tokenizer, "chat_template", None)
         _log.warning(
             "%s repeats itself: %.0f%% of the runs of %d tokens occurred before in the same "
             "answer (SmolLM2 2%%, Gemma 3 7%%). Rules that read this text may be worse than those "
-            "that read none; give calibration=%s",
+            "that read none; give calibration=<text>",
             model.source,
             100 * share,
             RUN,
-            f"{CHAT} or calibration=<text>" if better else "<text>",
         )
     return rows
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import jax
 import numpy as np
@@ -144,16 +143,3 @@ def test_short_positions_leave_room_for_an_answer():
 )
 def test_templates_without_a_place_for_a_question(template, changed, message):
     refused(message, own_rows, model_of(template, **changed), 600, form=CHAT)
-
-
-def test_the_warning_names_chats_where_there_is_a_template(caplog):
-    for template, advice in ((TEMPLATE, "own_chat or calibration=<text>"), (None, "=<text>")):
-        model = model_of(template)
-        head = np.zeros_like(model.params["head"]["kernel"])
-        head[:, 5] = 100 * np.sign(np.asarray(model.params["final_norm"]["scale"]))
-        head[:, 6] = -head[:, 5]
-        params = model.params | {"head": {"kernel": head}}
-        own_rows(dataclasses.replace(model, params=params), 40)
-        assert f"give calibration={advice.removeprefix('=')}" in caplog.text
-        assert json.dumps(caplog.text).count("own_chat") == (template is not None)
-        caplog.clear()
