@@ -191,6 +191,7 @@ KEPT = {
         "tasks",
         "job",
     ),
+    (str(REPOSITORY / "docs/studies/reach.py"), "reach-*", "reach"): ("added", "dearer"),
     (str(REPOSITORY / "docs/studies/switch.py"), "switch-*", "switch"): (
         "recovery",
         "training",
