@@ -68,8 +68,6 @@ SETTINGS = {
         "692": "held-out training sentences of SST-2",
     },
     "shrink": {
-        "8,192": "tokens of self-generated text",
-        "2,048": "fewer of them",
         "7,400": "those that train",
         "256": "tokens of a window",
     },
