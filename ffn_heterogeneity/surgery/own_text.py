@@ -72,8 +72,8 @@ def own_rows(model: Model, tokens: int, seed: int = 0, form: str = OWN) -> list[
     if (share := repeated([row[opening:] for row in rows])) > REPEATS:
         _log.warning(
             "%s repeats itself: %.0f%% of the runs of %d tokens occurred before in the same "
-            "answer (SmolLM2 2%%, Gemma 3 7%%). Rules that read this text may be worse than those "
-            "that read none; give calibration=<text>",
+            "answer (SmolLM2 2%%, Gemma 3 7%%). A varied text may serve better: give "
+            "calibration=<text>",
             model.source,
             100 * share,
             RUN,
