@@ -3,7 +3,7 @@
     python docs/control_texts.py <model> <its own_text.jsonl> <folder>
 
 writes random.jsonl, rows of token ids drawn at random (as many as the model's own rows, as long),
-and written.txt, the model's own text as text, which another model can read.
+and written.txt, the self-generated text as text, which another model can read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far self-generated calibration text reaches: against a domain's own text, by length.
+"""Self-generated calibration text against documents of a domain, by length.
 
 A report of our own, in the form of those of the papers:
 

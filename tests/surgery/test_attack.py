@@ -62,7 +62,7 @@ def test_the_planted_neuron_is_found():
 
 
 def test_a_bos_that_is_not_the_massive_token_is_named(caplog):
-    """As in Qwen2.5, whose training texts do not begin with it."""
+    """Qwen2.5 is such a model: its training texts do not begin with bos."""
     tree = unstack(planted(LLAMA, layer=0))
     first = tree["layers"][0] = jax.tree.map(np.array, tree["layers"][0])
     first["attention"]["out"]["kernel"][:] = 0  # the FFN reads the embedding

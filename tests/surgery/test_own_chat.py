@@ -76,17 +76,14 @@ def test_questions_and_answers_are_drawn_where_they_stand():
 def test_a_question_ends_where_the_answer_would_begin():
     """Also where the template's header is ordinary text, as in [INST] what? [/INST]."""
     model = model_of("{{ bos_token }}Q:{% for m in messages %}{{ m['content'] }}~{% endfor %}")
-    ids = model.tokenizer.encode
-    (header,), (letter,), opening = ids("~"), ids("b"), [0, *ids("Q:")]
-    head = np.zeros_like(model.params["head"]["kernel"])
-    head[:, header] = 100 * np.sign(np.asarray(model.params["final_norm"]["scale"]))
-    head[:, letter] = -head[:, header]  # it writes these two letters alone
-    always = dataclasses.replace(model, params=model.params | {"head": {"kernel": head}})
-    for row in own_rows(always, 2000, form=CHAT)[:-1]:
-        after = row[len(opening) :].tolist()
-        asked = after.index(header)
-        assert row[: len(opening)].tolist() == opening and {*after[:asked]} <= {letter}
-        assert len(after) == asked + 1 + own_text.ANSWER
+    ids, most = model.tokenizer.encode, own_text.QUESTION
+    (header,), opening = ids("~"), [0, *ids("Q:")]
+    rows = own_rows(model, 20_000, seed=1, form=CHAT)[:-1]
+    behind = [row[len(opening) :].tolist() for row in rows]
+    assert all(row[: len(opening)].tolist() == opening for row in rows)
+    # A header within a question would be an answer longer than any.
+    assert all(len(one) <= one.index(header) + 1 + own_text.ANSWER for one in behind)
+    assert any(one.index(header) < most and len(one) > most + 1 for one in behind)
 
 
 def test_an_answer_ends_with_its_turn():
