@@ -90,7 +90,7 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
     config.window = 512  # tokens after bos in a window (longer documents are cut to it)
     config.max_windows = 40  # of text, at most; 0: all
     config.window_every = 1  # 25: every 25th window, spread over the text
-    config.bos = "segment"  # segment: bos first in each (Gemma needs it) | stream | none
+    config.bos = "auto"  # as of perplexity: auto (the tokenizer's rule) | segment | none
     config.batch_size = 4  # windows at once
     config.compute_dtype = "auto"  # float32 | bfloat16; displacements are float32 in any
     return config

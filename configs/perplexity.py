@@ -26,8 +26,9 @@ def get_config() -> ConfigDict:
             "window_every": 1,  # 25: every 25th window, spread over the text
             # Regular expression of lines that begin a document: intervals then draw documents.
             "document": "",  # WikiText's articles: "^ = [^=].*[^=] = $"
-            # segment: bos first in every window (Gemma needs it) | stream: once | none.
-            "bos": "segment",
+            # auto: segment if the tokenizer puts bos before a text, else none | segment: bos first
+            # in every window (Gemma needs it) | stream: once | none.
+            "bos": "auto",
             "batch_size": 4,  # windows computed at once
             "compute_dtype": "auto",  # dtype of the computation
         }

@@ -75,7 +75,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "token_ids": "",
                 "window": 512,
                 "max_windows": 40,
-                "bos": "segment",
+                "bos": "auto",
             },
         }
     )

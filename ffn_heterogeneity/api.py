@@ -129,7 +129,7 @@ def perplexity(
     path: str | os.PathLike = "",
     window: int = 512,
     max_windows: int | None = None,
-    bos: str | None = None,
+    bos: str = "auto",
     batch_size: int = 4,
 ) -> float:
     """Perplexity of a text: exp of the mean NLL, over non-overlapping windows.
@@ -137,7 +137,7 @@ def perplexity(
     Args:
       text: several texts are joined with empty lines.
       path: a UTF-8 file that is used instead of `text`.
-      bos: see `data.windows.text_windows`; None: "segment" if the tokenizer has a bos.
+      bos: auto (the tokenizer's rule) | segment | stream | none, as of `data.windows.text_windows`.
 
     Raises:
       ValueError: a model without a tokenizer, a text shorter than one window, a path instead of a
@@ -148,8 +148,7 @@ def perplexity(
         raise ValueError(f"give either text or path: got {text!r:.40} and path={path!r}")
     text = "\n\n".join(text) if isinstance(text, (list, tuple)) else text
     text = read_utf8(os.fspath(path)) if path else one_text(text)
-    bos = bos or ("none" if tokenizer_of(model).bos_token_id is None else "segment")
-    rows = text_windows(text, model.tokenizer, window, max_windows, bos)
+    rows = text_windows(text, tokenizer_of(model), window, max_windows, bos)
     options = {"batch_size": batch_size, "progress": None}
     return measured.perplexity(model.config, model.params, rows, **options)["perplexity"]
 

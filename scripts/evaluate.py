@@ -2,7 +2,7 @@
 
 Example:
   python scripts/evaluate.py --config=configs/perplexity.py --config.model=runs/pruned/model \\
-      --config.text=wiki.test.raw --config.window=512 --config.max_windows=40 --config.bos=segment
+      --config.text=wiki.test.raw --config.window=512 --config.max_windows=40
   python scripts/evaluate.py --config=configs/nucl_finetune.py:runs/nucl/model,gsm8k
                                                  what that training would print of its held-out data
 

@@ -1,7 +1,5 @@
 """Pieces of all five papers in one training step: any subset, on tiny models."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,13 +27,11 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.fuse import METHODS
-from ffn_heterogeneity.train.objectives import make_forward
 from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import create_state
-from ffn_heterogeneity.train.step import values_of
 from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -331,35 +327,3 @@ def test_a_massive_layer_that_moved_is_said(files, capsys):
 ])  # fmt: skip
 def test_what_is_wrong_is_said(argument, told):
     refused(told, config_of, "five", argument)
-
-
-def test_the_gradient_is_the_sum_of_its_parts_in_float64(files):
-    config = sgd(files)
-    model = starting_from(config)
-    built = plan(config, mesh(), model)
-    options = dataclasses.replace(built.options, compute_dtype=jnp.float64)
-    forward = make_forward(built.objective, model.config, options)
-    batch = batch_of()
-
-    def value(params, weights):
-        values, _ = values_of(forward, built.terms, params, batch)
-        values |= {term.name: term(params) for term in built.terms if term.on == "params"}
-        return sum(
-            weight * values[name].total / jax.lax.stop_gradient(values[name].denominator)
-            for name, weight in weights.items()
-        )
-
-    with jax.enable_x64(True):
-        params = jax.tree.map(
-            lambda x: jnp.asarray(x, jnp.float64) if np.issubdtype(x.dtype, np.floating) else x,
-            model.params,
-        )
-        gradient = jax.jit(jax.grad(value, allow_int=True))
-        names = [term.name for term in built.terms]
-        total = flatten(gradient(params, dict.fromkeys(names, 1.0)))
-        parts = [flatten(gradient(params, {x: float(x == name) for x in names})) for name in names]
-        for path, one in total.items():
-            if np.issubdtype(one.dtype, np.floating):
-                summed = sum(np.asarray(summand[path]) for summand in parts)
-                scale = max(float(np.abs(one).max()), 1.0)
-                assert np.abs(np.asarray(one) - summed).max() <= 1e-10 * scale, path

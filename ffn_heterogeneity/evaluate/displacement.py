@@ -15,7 +15,7 @@ from etils import epath
 from ffn_heterogeneity.data.packing import encode
 from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
 from ffn_heterogeneity.data.tasks.base import text_of
-from ffn_heterogeneity.data.windows import WINDOW_BOS
+from ffn_heterogeneity.data.windows import window_bos
 from ffn_heterogeneity.evaluate.inputs import OVERFLOW, TextSettings, checked_rows, tokenizer_of
 from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.io.load import Load, Model, load_model
@@ -29,7 +29,7 @@ from ffn_heterogeneity.probes.displacement import (
 )
 from ffn_heterogeneity.probes.observe import observe, token_batches
 from ffn_heterogeneity.report.figures import curves_figure
-from ffn_heterogeneity.wording import check_choice, check_number, markdown_table
+from ffn_heterogeneity.wording import check_number, markdown_table
 
 READINGS = {"before_final_norm": DISPLACEMENT, "after_final_norm": DISPLACEMENT_AFTER_NORM}
 RATES = ("zeta_L", "zeta_L-1", "zeta_L-2")
@@ -116,16 +116,15 @@ class DisplacementSettings(TextSettings):
     def documents(self, model: Model) -> tuple[list[np.ndarray], int]:
         """Return the documents' ids, and how many documents were cut to `window`.
 
-        Unless `bos` is "none", each begins with a bos, which does not count as one of the window's
-        tokens.
+        Unless `bos` is "none", or "auto" and the tokenizer puts none, each begins with a bos, which
+        does not count as one of the window's tokens.
 
         Raises:
           ValueError: as `read`; the model has no tokenizer, or the tokenizer no bos.
         """
         tokenizer, window = tokenizer_of(model), self.window
-        check_choice("bos", self.bos, WINDOW_BOS)
         check_number("window", window, "[1, inf)")
-        first = [] if self.bos == "none" else [tokenizer.bos_token_id]
+        first = [] if window_bos(self.bos, tokenizer) == "none" else [tokenizer.bos_token_id]
         if None in first:
             raise ValueError('this tokenizer has no bos token: use --config.bos="none"')
         documents = [encode(tokenizer, text) for text in self.read()]

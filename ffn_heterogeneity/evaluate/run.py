@@ -8,6 +8,7 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.data.windows import window_bos
 from ffn_heterogeneity.evaluate.answers import AnswerSettings, evaluate_answers
 from ffn_heterogeneity.evaluate.chat import judge
 from ffn_heterogeneity.evaluate.chat.conversations import ChatSettings, answer_questions
@@ -101,7 +102,7 @@ def score(settings: PerplexitySettings, model: Model, workdir: epath.Path | None
     results |= {"window_documents": documents} if documents else {}
     if "" not in rows:
         results["texts"] = by_text(results, {name: len(one) for name, one in rows.items()})
-    bos = "in token_ids" if settings.token_ids else settings.bos
+    bos = "in token_ids" if settings.token_ids else window_bos(settings.bos, model.tokenizer)
     return results | {"bos": bos, "model": settings.model}
 
 

@@ -116,7 +116,7 @@ def say(text: str) -> None:
 
 def measured(model: Model, text: str, label: str, workdir: epath.Path | None = None) -> dict:
     """Perplexity of the held-out text; with a directory the connectivity of each layer, too."""
-    rows = text_windows(text, model.tokenizer, WINDOW, max_windows=WINDOWS, bos="segment")
+    rows = text_windows(text, model.tokenizer, WINDOW, max_windows=WINDOWS, bos="auto")
     scores = perplexity(model.config, model.params, rows, progress=f"perplexity, {label}")
     return scores | ({"layers": layer_sums(model, workdir)} if workdir else {})
 

@@ -212,7 +212,7 @@ def _warn_of_others(tokens: Sequence[int], largest: np.ndarray) -> None:
         _log.warning(
             "the largest |h| on bos (token %d) is %.4g, and on other tokens that stand first %.4g: "
             "the model's massive neurons are not those of bos. Give token=<the first one of your "
-            "texts>, and bos=none in evaluations",
+            "texts>, and no bos=segment in evaluations",
             tokens[0],
             largest[0],
             typical,

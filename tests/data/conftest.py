@@ -1,5 +1,6 @@
 """Tokenizers for the data tests: a trained byte-level BPE, and one id per character; a corpus."""
 
+import copy
 import json
 
 import pytest
@@ -37,6 +38,18 @@ def bpe(shared_data):
     trained.train([text], 2000, special_tokens=["<bos>", "<eos>"], show_progress=False)
     names = {"bos_token": "<bos>", "eos_token": "<eos>", "model_max_length": 128}
     return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, **names)
+
+
+@pytest.fixture(scope="session")
+def bos_first(bpe):
+    """The same tokenizer, which begins a text with its bos."""
+    from tokenizers import processors
+
+    tokenizer = copy.deepcopy(bpe)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 0)]
+    )
+    return tokenizer
 
 
 @pytest.fixture

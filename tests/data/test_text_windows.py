@@ -5,7 +5,7 @@ import pytest
 from tiny_runs import refused
 
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.windows import text_windows, window_documents
+from ffn_heterogeneity.data.windows import text_windows, window_bos, window_documents
 
 
 @pytest.mark.parametrize("bos", ["segment", "stream", "none"])
@@ -54,6 +54,19 @@ def test_bos_asked_of_a_tokenizer_without(characters):
     for bos in ("segment", "stream"):
         with pytest.raises(DataError, match="no bos token"):
             text_windows("abc", characters(bos=None), 1, bos=bos)
+
+
+def test_auto_is_the_tokenizers_rule(bpe, bos_first):
+    """A tokenizer may have a bos and put none before a text (Qwen2.5's, SmolLM2's)."""
+    assert bpe.bos_token_id == bos_first.bos_token_id == 0
+    for tokenizer, rule in ((bpe, "none"), (bos_first, "segment")):
+        assert tokenizer("a b")["input_ids"][0] == 0 or rule == "none"
+        assert window_bos("auto", tokenizer) == rule
+        rows = text_windows("to be or not to be", tokenizer, 2, bos="auto")
+        np.testing.assert_array_equal(
+            rows, text_windows("to be or not to be", tokenizer, 2, bos=rule)
+        )
+        assert window_bos("stream", tokenizer) == "stream"
 
 
 HEADING = r"^ = [^=].*[^=] = $"

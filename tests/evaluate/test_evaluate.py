@@ -56,7 +56,7 @@ def test_text_equals_torch(torch, model, text, tmp_path, bos):
 def test_every_second_window_is_saved_with_its_document(model, tmp_path):
     text = "".join(f"# {i}\n{'ab' * (30 * i + 20)}\n" for i in range(4))  # a token per byte
     (tmp_path / "text.txt").write_text(text)
-    spread = {"window": 20, "window_every": 2, "document": "^# "}
+    spread = {"window": 20, "window_every": 2, "document": "^# ", "bos": "segment"}
     config = config_of("perplexity", model=str(model), text=str(tmp_path / "text.txt"), **spread)
     results = run(config, tmp_path / "run")
     middles = range(10, len(text) // 20 * 20, 40)

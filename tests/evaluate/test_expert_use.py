@@ -74,7 +74,8 @@ def test_loads_and_cosines_equal_those_of_one_expert_after_another(tmp_path, tex
     ffn = unstack(params)["layers"][1]["ffn"]
     counts, cosines = {}, []
     for name in ("digits", "words"):
-        rows = text_windows((texts / f"{name}.txt").read_text(), byte_tokenizer(), 20)
+        text = (texts / f"{name}.txt").read_text()
+        rows = text_windows(text, byte_tokenizer(), 20, bos="auto")
         made = observe(MIXTRAL, params, token_batches(rows, len(rows)), seen)["inputs"]
         x, chosen = (np.asarray(one)[1].astype(np.float64) for one in made)
         counts[name] = np.bincount(chosen.astype(int).ravel(), minlength=3)

@@ -50,13 +50,6 @@ def not_a_number(leaves):
 
 
 DAMAGES = {
-    "missing tensor": (tensors(lambda leaves: leaves.pop(DOWN)), [DOWN]),
-    "extra tensor": (tensors(lambda leaves: leaves.update(odd=np.zeros(3, "f4"))), ["'odd'"]),
-    "wrong shape": (
-        tensors(lambda leaves: leaves.update({DOWN: np.zeros((16, 23), "f4")})),
-        [DOWN, "(16, 23)", "(16, 24)"],
-    ),
-    "integers": (tensors(lambda leaves: leaves.update({DOWN: np.zeros((16, 24), "i4")})), [DOWN]),
     "NaN": (tensors(not_a_number), [DOWN, "NaN"]),
     "truncated": (truncate, ["model.safetensors", "not a whole"]),
     "pickle": (only_a_pickle, ["pytorch_model.bin"]),
