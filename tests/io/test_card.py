@@ -224,7 +224,7 @@ def test_perplexity_before_and_after(model, text, tmp_path, changes):
         measured = score(in_memory.check_surgery(config), load_model(str(directory)))
         assert results[f"perplexity_{name}"] == measured["perplexity"]
     assert results["perplexity_after"] != results["perplexity_before"]
-    protocol = {"windows": 6, "tokens": 96, "bos": "segment", "dtype": "float32"}
+    protocol = {"windows": 6, "tokens": 96, "bos": "none", "dtype": "float32"}
     assert results["protocol"] == {"text": str(text), **protocol}
     card = (tmp_path / "model" / "README.md").read_text()
     before, after = results["perplexity_before"], results["perplexity_after"]
@@ -232,7 +232,7 @@ def test_perplexity_before_and_after(model, text, tmp_path, changes):
     (measured,) = yaml.safe_load(card.split("---")[1])["model-index"][0]["results"]
     assert measured["dataset"]["name"] == text.name
     assert measured["metrics"] == [{"type": "perplexity", "value": round(after)}]
-    line = f"- measured on: text {text.name}, windows 6, tokens 96, bos segment, dtype float32"
+    line = f"- measured on: text {text.name}, windows 6, tokens 96, bos none, dtype float32"
     assert line in card
     widths = "2 layers of 24, 2 of 18" if "streaming" in changes else "4 layers of 18"
     assert f"- FFN widths: {widths}\n" in card
