@@ -380,5 +380,5 @@ def test_smollm2_of_eight_experts(smollm2_gguf, shared_data, tmp_path):
     fh.save_model(fh.partition(dense, 8, 8)[0], tmp_path / "model")
     model = load_model(tmp_path / "model")
     assert model.config.family == "mixtral" and set(model.config.ffn_widths) == {192}
-    settings = {"path": shared_data / "wikitext2" / "test.raw.txt", "max_windows": 40}
-    assert fh.perplexity(model, **settings) == pytest.approx(28.9650, rel=1e-4)
+    settings = {"path": shared_data / "wikitext2" / "test.raw.txt", "bos": "segment"}
+    assert fh.perplexity(model, max_windows=40, **settings) == pytest.approx(28.9650, rel=1e-4)
