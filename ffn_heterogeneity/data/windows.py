@@ -18,8 +18,8 @@ WINDOW_BOS = ("auto", "segment", "stream", "none")
 def window_bos(bos: str, tokenizer: Any) -> str:
     """Return `bos` with "auto" resolved: "segment" if the tokenizer itself begins a text with bos.
 
-    Qwen2.5, SmolLM2 and GPT-2 have a bos and never put it before a text, nor did their training:
-    behind it Qwen2.5-Coder-0.5B has 0.5 nats more. Gemma's tokenizer puts it, and Gemma needs it.
+    The tokenizers of Qwen2.5 and SmolLM2 have a bos and put none before a text; behind it
+    Qwen2.5-Coder-0.5B has 0.5 nats more. Gemma's tokenizer puts it, and Gemma needs it.
 
     Raises:
       DataError: none of `WINDOW_BOS`.
